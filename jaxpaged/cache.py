@@ -1,0 +1,169 @@
+"""The KV cache and what is done to it: check the arguments, pick an implementation, call it."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.attention import QUERY_DTYPES, check_array_like
+from jaxpaged.implementations import choose
+from jaxpaged.metadata.checks import check_dtype, check_shape, is_concrete
+from jaxpaged.metadata.kv_cache import CACHE_DTYPES, KVCache
+from jaxpaged.metadata.layout import KVLayout
+from jaxpaged.reference import cache_ops
+
+__all__ = ["KVCache", "KVLayout", "copy_blocks", "gather_kv", "swap_blocks", "write_kv"]
+
+
+def write_kv(cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, implementation: str | None = None) -> KVCache:
+    """The cache with new tokens' keys and values in their slots.
+
+    Pure; in place when the cache is donated to the jitted function that calls it, or carried through `lax.scan` or
+    `lax.while_loop`. 8-bit caches are quantised: `x / scale`, to nearest even, saturated; scales per token and head are
+    renewed from the rows written.
+
+    Args:
+      cache: written in its own dtype: that of `key`, float32, or an 8-bit one.
+      key: [num_tokens, num_kv_heads, head_size] float32, bfloat16 or float16.
+      value: [num_tokens, num_kv_heads, v_head_size], the dtype of `key`.
+      slot_mapping: [num_slots] int32 or int64, `block * block_size + offset` for each token. Negative slots and slots
+        past the cache are skipped. It may be longer or shorter than `key`: the first min of both are written. Of
+        tokens with the same slot one is kept.
+      implementation: "reference", or None for the best one.
+
+    Raises:
+      TypeError, ValueError: an argument doesn't fit; the message names it.
+    """
+    choose(implementation)
+    _check_cache("cache", cache)
+    for name, x, head_size in (("key", key, cache.head_size), ("value", value, cache.v_head_size)):
+        check_array_like(name, x)
+        check_dtype(name, x.dtype, QUERY_DTYPES)
+        check_shape(name, x.shape, ("num_tokens", cache.num_kv_heads, head_size))
+    check_dtype("value", value.dtype, [key.dtype])
+    check_shape("value", value.shape, (key.shape[0], cache.num_kv_heads, cache.v_head_size))
+    if not cache.quantized and cache.dtype not in (key.dtype, jnp.float32):
+        raise TypeError(
+            f"key: a cache of {cache.dtype.name} takes {cache.dtype.name} keys and values, got {jnp.dtype(key.dtype).name}"
+        )
+    check_array_like("slot_mapping", slot_mapping)
+    check_dtype("slot_mapping", slot_mapping.dtype, [jnp.int32, jnp.int64])
+    check_shape("slot_mapping", slot_mapping.shape, ("num_slots",))
+    return _write_kv(cache, key, value, _kept_in_range(slot_mapping))
+
+
+def copy_blocks(cache: KVCache, src_to_dst: Any, *, implementation: str | None = None) -> KVCache:
+    """The cache with blocks copied within it, their scales included.
+
+    Args:
+      src_to_dst: [n, 2] int32 or int64 pairs of a source and a target block. All sources are read before any target is
+        written. Pairs with a block out of range are skipped.
+    """
+    choose(implementation)
+    _check_cache("cache", cache)
+    return _copy_blocks(cache, cache, _checked_pairs(src_to_dst))
+
+
+def swap_blocks(src: KVCache, dst: KVCache, src_to_dst: Any, *, implementation: str | None = None) -> KVCache:
+    """`dst` with blocks of `src` copied into it: how an engine swaps blocks out to another memory and in again.
+
+    Args:
+      src, dst: caches of one layout and dtype whose blocks have the same shape; outside `jit` they may lie on different
+        devices, then only the blocks in question travel.
+      src_to_dst: [n, 2] int32 or int64 pairs of a block of `src` and one of `dst`, as in `copy_blocks`.
+    """
+    choose(implementation)
+    _check_cache("src", src)
+    _check_cache("dst", dst)
+    for what, ours, theirs in (
+        ("layout", src.layout.name, dst.layout.name),
+        ("dtype", src.dtype.name, dst.dtype.name),
+        ("block shape", _block_dims(src), _block_dims(dst)),
+        ("scale shapes", _scale_ranks(src), _scale_ranks(dst)),
+    ):
+        if ours != theirs:
+            raise ValueError(f"dst: expected the {what} of src, {ours}, got {theirs}")
+    pairs = _checked_pairs(src_to_dst)
+    if is_concrete(src.key) and is_concrete(dst.key) and src.key.devices() != dst.key.devices():
+        num_pairs = pairs.shape[0]
+        staged = KVCache.zeros(
+            max(1, num_pairs), src.block_size, src.num_kv_heads, src.head_size, src.dtype,
+            layout=src.layout, v_head_size=src.v_head_size,
+        )  # fmt: skip
+        staged = jax.device_put(staged, src.key.sharding)
+        to_staged = np.stack([np.asarray(pairs)[:, 0], np.arange(num_pairs)], 1).astype(np.int32)
+        src = jax.device_put(_copy_blocks(src, staged, to_staged), dst.key.sharding)
+        pairs = np.stack([np.arange(num_pairs), np.asarray(pairs)[:, 1]], 1).astype(np.int32)
+    return _copy_blocks(src, dst, pairs)
+
+
+def gather_kv(
+    cache: KVCache, block_table: Any, seq_lens: Any, *, total_tokens: int | None = None, dtype: Any = None
+) -> tuple[Any, Any]:
+    """Dense keys and values of the requests, packed one after the other.
+
+    Args:
+      block_table: [num_reqs, max_blocks_per_req] int32.
+      seq_lens: [num_reqs] int32; clamped to the table's width.
+      total_tokens: length of the result, the sum of `seq_lens` when None; needed under `jit`. Rows past the sum are 0.
+      dtype: of the result; the cache's when None, float32 for an 8-bit cache, whose values are multiplied by their scales.
+
+    Returns:
+      Keys [total_tokens, num_kv_heads, head_size] and values [total_tokens, num_kv_heads, v_head_size]; 0 where a block
+      is out of range.
+    """
+    _check_cache("cache", cache)
+    for name, x in (("block_table", block_table), ("seq_lens", seq_lens)):
+        check_array_like(name, x)
+        check_dtype(name, x.dtype, [jnp.int32])
+    check_shape("block_table", block_table.shape, ("num_reqs", "max_blocks_per_req"))
+    check_shape("seq_lens", seq_lens.shape, (block_table.shape[0],))
+    if total_tokens is None:
+        if not is_concrete(seq_lens):
+            raise ValueError("total_tokens: under jit the sum of seq_lens can't be read, expected an int, got None")
+        total_tokens = int(np.minimum(np.asarray(seq_lens), block_table.shape[1] * cache.block_size).sum())
+    if dtype is None:
+        dtype = jnp.float32 if cache.quantized else cache.dtype
+    check_dtype("dtype", dtype, QUERY_DTYPES)
+    if total_tokens == 0 or 0 in block_table.shape:
+        shapes = [(total_tokens, cache.num_kv_heads, size) for size in (cache.head_size, cache.v_head_size)]
+        return jnp.zeros(shapes[0], dtype), jnp.zeros(shapes[1], dtype)
+    return _gather_kv(cache, block_table, seq_lens, total_tokens, jnp.dtype(dtype))
+
+
+_write_kv = jax.jit(cache_ops.write_kv)
+_copy_blocks = jax.jit(cache_ops.copy_blocks)
+_gather_kv = functools.partial(jax.jit, static_argnums=(3, 4))(cache_ops.gather_kv)
+
+
+def _check_cache(name: str, cache: Any) -> None:
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"{name}: expected a KVCache, got {type(cache).__name__}")
+    check_dtype(name, cache.dtype, CACHE_DTYPES)
+
+
+def _checked_pairs(src_to_dst: Any) -> Any:
+    if isinstance(src_to_dst, list | tuple):
+        src_to_dst = np.asarray(src_to_dst, np.int32).reshape(-1, 2) if len(src_to_dst) == 0 else np.asarray(src_to_dst)
+    check_array_like("src_to_dst", src_to_dst)
+    check_dtype("src_to_dst", src_to_dst.dtype, [jnp.int32, jnp.int64])
+    check_shape("src_to_dst", src_to_dst.shape, ("n", 2))
+    return _kept_in_range(src_to_dst)
+
+
+def _kept_in_range(x: Any) -> Any:
+    """NumPy int64 indices as int32, those that int32 can't hold as -1: JAX would wrap them around to other indices."""
+    if not isinstance(x, np.ndarray) or x.dtype == np.int32:
+        return x
+    return np.where((x >= 0) & (x <= np.iinfo(np.int32).max), x, -1).astype(np.int32)
+
+
+def _block_dims(cache: KVCache) -> tuple[int, ...]:
+    return (cache.block_size, cache.num_kv_heads, cache.head_size, cache.v_head_size)
+
+
+def _scale_ranks(cache: KVCache) -> tuple[int | None, int | None]:
+    k, v = (None if s is None else s.ndim for s in (cache.k_scale, cache.v_scale))
+    return k, v

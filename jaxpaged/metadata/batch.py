@@ -1,0 +1,224 @@
+"""PagedBatch: which tokens of which requests a call works on, and where their keys and values lie."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.metadata.buckets import next_bucket
+from jaxpaged.metadata.checks import check_positive, check_shape, is_concrete, on_host, shape_text
+from jaxpaged.metadata.slots import PAD_SLOT_ID, slot_mapping_from_block_table
+
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedBatch:
+    """A batch of requests over a paged cache, as a pytree. Build it with `create`.
+
+    Attributes:
+      block_table: [num_reqs, max_blocks_per_req] int32, the physical block of each logical block. Entries past a
+        request's length may be anything.
+      seq_lens: [num_reqs] int32, all tokens of each request, the new ones included; 0 in a padding row.
+      query_start_loc: [num_reqs + 1] int32, where each request's new tokens start among the packed ones.
+      slot_mapping: [num_tokens] int32 or int64, the cache slot of each new token, negative to skip it; None when unknown.
+      max_query_len: an upper bound of new tokens per request, rounded up to a power of two, or None when unknown.
+        It steers speed, never results.
+    """
+
+    block_table: Any
+    seq_lens: Any
+    query_start_loc: Any
+    slot_mapping: Any
+    max_query_len: int | None = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        block_table: Any,
+        seq_lens: Any,
+        query_start_loc: Any = None,
+        *,
+        query_lens: Any = None,
+        slot_mapping: Any = None,
+        block_size: int | None = None,
+        num_tokens: int | None = None,
+    ) -> Self:
+        """A batch from lists, NumPy, JAX or torch arrays, checked once.
+
+        Args:
+          block_table: [num_reqs, max_blocks_per_req] int; a list may have rows of different length.
+          seq_lens: [num_reqs] int.
+          query_start_loc: [num_reqs + 1] int.
+          query_lens: [num_reqs] int, instead of `query_start_loc`. With neither: one new token a request.
+          slot_mapping: [num_tokens] int; computed from the block table when `block_size` is given instead.
+          block_size: tokens a block.
+          num_tokens: length of a computed slot mapping; needed under `jit`, where lengths can't be read.
+
+        Raises:
+          TypeError, ValueError: an argument has the wrong dtype, shape or values. Values of arrays that lie on another
+            device than the host, or are traced, are not read and so not checked.
+        """
+        table = _int_array("block_table", _rectangular(block_table))
+        lens = _int_array("seq_lens", seq_lens)
+        check_shape("block_table", table.shape, ("num_reqs", "max_blocks_per_req"))
+        check_shape("seq_lens", lens.shape, (table.shape[0],))
+        starts, max_query_len = _query_starts(query_start_loc, query_lens, num_reqs=table.shape[0])
+        _check_values(lens, starts)
+        if slot_mapping is not None:
+            slot_mapping = jnp.asarray(_int_array("slot_mapping", slot_mapping, keep_int64=True))
+            check_shape("slot_mapping", slot_mapping.shape, ("num_tokens",))
+        elif block_size is not None:
+            slot_mapping = _computed_slots(table, lens, starts, check_positive("block_size", block_size), num_tokens)
+        table, lens, starts = (jnp.asarray(x) for x in (table, lens, starts))
+        return cls(table, lens, starts, slot_mapping, max_query_len)
+
+    @property
+    def num_reqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def max_blocks_per_req(self) -> int:
+        return self.block_table.shape[1]
+
+    @property
+    def query_lens(self) -> Any:
+        """[num_reqs] int32, new tokens of each request."""
+        return self.query_start_loc[1:] - self.query_start_loc[:-1]
+
+    @property
+    def context_lens(self) -> Any:
+        """[num_reqs] int32, tokens of each request before the new ones."""
+        return self.seq_lens - self.query_lens
+
+    def pad(
+        self, *, num_reqs: int | None = None, num_tokens: int | None = None, max_blocks_per_req: int | None = None
+    ) -> Self:
+        """This batch grown to the sizes given: padding rows have no tokens, padding tokens the slot -1.
+
+        Raises:
+          ValueError: a size is below the batch's own.
+        """
+        reqs = _grown("num_reqs", self.num_reqs, num_reqs)
+        width = _grown("max_blocks_per_req", self.max_blocks_per_req, max_blocks_per_req)
+        slots = self.slot_mapping
+        if num_tokens is not None and slots is not None:
+            extra = _grown("num_tokens", slots.shape[0], num_tokens)
+            slots = jnp.pad(slots, (0, extra), constant_values=PAD_SLOT_ID)
+        return dataclasses.replace(
+            self,
+            block_table=jnp.pad(self.block_table, ((0, reqs), (0, width)), constant_values=-1),
+            seq_lens=jnp.pad(self.seq_lens, (0, reqs)),
+            query_start_loc=jnp.pad(self.query_start_loc, (0, reqs), mode="edge"),
+            slot_mapping=slots,
+        )
+
+    def pad_to_bucket(self, buckets: Sequence[int] | None = None) -> Self:
+        """This batch with its numbers of requests, tokens and table columns each rounded up to a bucket.
+
+        Args:
+          buckets: sizes to choose from; powers of two when None. Pad `query`, `key` and `value` with `pad_tokens` to
+            the resulting `slot_mapping.shape[0]`.
+        """
+        return self.pad(
+            num_reqs=next_bucket(self.num_reqs, buckets),
+            num_tokens=None if self.slot_mapping is None else next_bucket(self.slot_mapping.shape[0], buckets),
+            max_blocks_per_req=next_bucket(self.max_blocks_per_req, buckets),
+        )
+
+
+def pad_tokens(x: Any, num_tokens: int) -> Any:
+    """`x` [tokens, ...] with rows of zeros after it, up to `num_tokens`."""
+    extra = _grown("num_tokens", x.shape[0], num_tokens)
+    return jnp.pad(jnp.asarray(x), [(0, extra)] + [(0, 0)] * (x.ndim - 1))
+
+
+def _grown(name: str, size: int, wanted: int | None) -> int:
+    if wanted is None:
+        return 0
+    if wanted < size:
+        raise ValueError(f"{name}: can't pad {size} to {wanted}")
+    return wanted - size
+
+
+def _rectangular(block_table: Any) -> Any:
+    """A block table given as rows of different length, padded with -1."""
+    if not isinstance(block_table, list | tuple):
+        return block_table
+    rows = [np.asarray(row).reshape(-1) for row in block_table]
+    table = np.full((len(rows), max((len(row) for row in rows), default=0)), -1, np.int64)
+    for i, row in enumerate(rows):
+        if row.size and row.dtype.kind not in "iu":
+            raise TypeError(f"block_table: expected integers, got {row.dtype} in row {i}")
+        table[i, : len(row)] = row
+    return table
+
+
+def _int_array(name: str, x: Any, *, keep_int64: bool = False) -> Any:
+    """`x` as an int32 array (int64 as it is where JAX can hold it), NumPy where its values lie on the host."""
+    if isinstance(x, list | tuple):
+        x = np.asarray(x, np.int64 if len(x) == 0 else None)
+    if not isinstance(x, np.ndarray | jax.Array):
+        x = np.from_dlpack(x) if _is_host_dlpack(x) else jax.dlpack.from_dlpack(x)
+    if x.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integers, got {x.dtype}")
+    if x.dtype == np.int32:
+        return x
+    if not isinstance(x, np.ndarray):
+        return x if keep_int64 and x.dtype == jnp.int64 else x.astype(jnp.int32)
+    if keep_int64 and x.dtype == np.int64 and jax.config.jax_enable_x64:
+        return x
+    if x.size and (x.max() > _INT32_MAX or x.min() < -_INT32_MAX - 1):
+        raise ValueError(f"{name}: values must fit int32, got {x.min()} to {x.max()}")
+    return x.astype(np.int32)
+
+
+def _is_host_dlpack(x: Any) -> bool:
+    if not hasattr(x, "__dlpack_device__"):
+        raise TypeError(f"expected a list or an array of integers, got {type(x).__name__}")
+    return x.__dlpack_device__()[0] == 1  # kDLCPU
+
+
+def _query_starts(query_start_loc: Any, query_lens: Any, num_reqs: int) -> tuple[Any, int | None]:
+    if query_start_loc is not None and query_lens is not None:
+        raise ValueError("query_lens: give query_start_loc or query_lens, not both")
+    if query_lens is not None:
+        lens = _int_array("query_lens", query_lens)
+        check_shape("query_lens", lens.shape, (num_reqs,))
+        xp = np if isinstance(lens, np.ndarray) else jnp
+        starts = xp.concatenate([xp.zeros(1, np.int32), xp.cumsum(lens, dtype=np.int32)])
+    elif query_start_loc is not None:
+        starts = _int_array("query_start_loc", query_start_loc)
+        check_shape("query_start_loc", starts.shape, (num_reqs + 1,))
+    else:
+        return np.arange(num_reqs + 1, dtype=np.int32), 1
+    if not on_host(starts):
+        return starts, None
+    lens = np.diff(np.asarray(starts))
+    return starts, next_bucket(int(lens.max(initial=1)))
+
+
+def _check_values(seq_lens: Any, starts: Any) -> None:
+    if on_host(seq_lens) and np.any(np.asarray(seq_lens) < 0):
+        raise ValueError(f"seq_lens: expected lengths of 0 or more, got {np.asarray(seq_lens).min()}")
+    if on_host(starts):
+        values = np.asarray(starts)
+        if values[0] != 0 or np.any(np.diff(values) < 0):
+            raise ValueError(
+                f"query_start_loc: expected to start at 0 and never to fall (query_lens of 0 or more), got {values.tolist()}"
+            )
+
+
+def _computed_slots(table: Any, seq_lens: Any, starts: Any, block_size: int, num_tokens: int | None) -> Any:
+    if num_tokens is None:
+        if not is_concrete(starts):
+            raise ValueError(
+                f"num_tokens: under jit the number of new tokens can't be read from query_start_loc "
+                f"{shape_text(starts.shape)}; expected num_tokens or slot_mapping, got neither"
+            )
+        num_tokens = int(np.asarray(starts)[-1])
+    return slot_mapping_from_block_table(table, seq_lens, starts, block_size=block_size, num_tokens=num_tokens)

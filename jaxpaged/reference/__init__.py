@@ -1,0 +1,1 @@
+"""jnp implementations for any device. What they compute is the definition of every other implementation."""
