@@ -103,9 +103,7 @@ def _reference(
     query: Any, cache: KVCache, batch: PagedBatch, arrays: Any, static: Any, out_dtype: Any, batch_invariant: bool
 ) -> tuple[Any, Any]:
     options = join_options(arrays, static)
-    return reference.paged_attention(
-        query, cache, batch, options, out_dtype=out_dtype, batch_invariant=batch_invariant
-    )
+    return reference.paged_attention(query, cache, batch, options, out_dtype=out_dtype, batch_invariant=batch_invariant)
 
 
 def _check_query(query: Any, cache: KVCache, batch: PagedBatch) -> None:
@@ -120,7 +118,9 @@ def _check_query(query: Any, cache: KVCache, batch: PagedBatch) -> None:
         raise ValueError(
             f"query: num_heads must be a multiple of the cache's {cache.num_kv_heads} kv heads, got {query.shape[1]}"
         )
-    check_dtype("cache", cache.dtype, dict.fromkeys([jnp.dtype(query.dtype), jnp.dtype(jnp.float32), *QUANTIZED_DTYPES]))
+    check_dtype(
+        "cache", cache.dtype, dict.fromkeys([jnp.dtype(query.dtype), jnp.dtype(jnp.float32), *QUANTIZED_DTYPES])
+    )
 
 
 def check_array_like(name: str, x: Any) -> None:

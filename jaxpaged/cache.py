@@ -1,5 +1,6 @@
 """The KV cache and what is done to it: check the arguments, pick an implementation, call it."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -79,7 +80,7 @@ def swap_blocks(src: KVCache, dst: KVCache, src_to_dst: Any, *, implementation: 
     _check_cache("dst", dst)
     for what, ours, theirs in (
         ("layout", src.layout.name, dst.layout.name),
-        ("dtype", src.dtype.name, dst.dtype.name),
+        ("dtype", (src.dtype.name, src.key.dtype.name), (dst.dtype.name, dst.key.dtype.name)),
         ("block shape", _block_dims(src), _block_dims(dst)),
         ("scale shapes", _scale_ranks(src), _scale_ranks(dst)),
     ):
@@ -88,11 +89,7 @@ def swap_blocks(src: KVCache, dst: KVCache, src_to_dst: Any, *, implementation: 
     pairs = _checked_pairs(src_to_dst)
     if is_concrete(src.key) and is_concrete(dst.key) and src.key.devices() != dst.key.devices():
         num_pairs = pairs.shape[0]
-        staged = KVCache.zeros(
-            max(1, num_pairs), src.block_size, src.num_kv_heads, src.head_size, src.dtype,
-            layout=src.layout, v_head_size=src.v_head_size,
-        )  # fmt: skip
-        staged = jax.device_put(staged, src.key.sharding)
+        staged = jax.device_put(_empty_like(src, num_pairs), src.key.sharding)
         to_staged = np.stack([np.asarray(pairs)[:, 0], np.arange(num_pairs)], 1).astype(np.int32)
         src = jax.device_put(_copy_blocks(src, staged, to_staged), dst.key.sharding)
         pairs = np.stack([np.arange(num_pairs), np.asarray(pairs)[:, 1]], 1).astype(np.int32)
@@ -158,6 +155,23 @@ def _kept_in_range(x: Any) -> Any:
     if not isinstance(x, np.ndarray) or x.dtype == np.int32:
         return x
     return np.where((x >= 0) & (x <= np.iinfo(np.int32).max), x, -1).astype(np.int32)
+
+
+def _empty_like(cache: KVCache, num_blocks: int) -> KVCache:
+    """A cache of zeros like `cache`, with another number of blocks."""
+
+    def zeros(x: Any, axis: int) -> Any:
+        return jnp.zeros((*x.shape[:axis], num_blocks, *x.shape[axis + 1 :]), x.dtype)
+
+    scales = [zeros(s, 0) if s is not None and s.ndim == 3 else s for s in (cache.k_scale, cache.v_scale)]
+    return dataclasses.replace(
+        cache,
+        key=zeros(cache.key, cache.layout.axes("key").index("n")),
+        value=None if cache.value is None else zeros(cache.value, cache.layout.axes("value").index("n")),
+        k_scale=scales[0],
+        v_scale=scales[1],
+        dims=dataclasses.replace(cache.dims, num_blocks=num_blocks),
+    )
 
 
 def _block_dims(cache: KVCache) -> tuple[int, ...]:

@@ -27,7 +27,9 @@ def merge_attention_states(outputs: Any, lses: Any) -> tuple[Any, Any]:
     """
     if isinstance(outputs, Sequence) or isinstance(lses, Sequence):
         if len(outputs) != len(lses) or len(outputs) == 0:
-            raise ValueError(f"lses: expected as many as outputs, at least one, got {len(lses)} and {len(outputs)} outputs")
+            raise ValueError(
+                f"lses: expected as many as outputs, at least one, got {len(lses)} and {len(outputs)} outputs"
+            )
         for i, (out, lse) in enumerate(zip(outputs, lses, strict=True)):
             check_array_like(f"outputs[{i}]", out)
             check_array_like(f"lses[{i}]", lse)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxpaged.metadata.checks import check_dtype, check_positive, shape_text
 from jaxpaged.metadata.layout import CacheDims, KVLayout
 
-QUANTIZED_DTYPES = tuple(jnp.dtype(d) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8))
+FLOAT8_DTYPES = tuple(jnp.dtype(d) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2))
+QUANTIZED_DTYPES = (*FLOAT8_DTYPES, jnp.dtype(jnp.int8))
 CACHE_DTYPES = (*(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16)), *QUANTIZED_DTYPES)
 ScaleKind = Literal["tensor", "head", "token_head"]
 
@@ -20,13 +21,15 @@ class KVCache:
     """A paged KV cache. Build it with `zeros` or `from_arrays`; all of its methods are pure.
 
     Attributes:
-      key: the key buffer, or the one buffer that holds keys and values; shape by `layout`.
+      key: the key buffer, or the one buffer that holds keys and values; shape by `layout`. float8 numbers may be kept
+        as uint8: XLA works on arrays of float8 in another type, and so would copy the cache for each write on a CPU.
       value: the value buffer; None when `layout` is combined.
       k_scale, v_scale: float32 factors that turn stored 8-bit numbers into values: shape [] (per tensor),
         [num_kv_heads] (per head) or [num_blocks, block_size, num_kv_heads] (per token and head, renewed by each write).
         None stands for 1.
       layout: where keys and values lie.
       dims: the sizes.
+      dtype: of the numbers stored.
     """
 
     key: Any
@@ -35,6 +38,7 @@ class KVCache:
     v_scale: Any
     layout: KVLayout = dataclasses.field(metadata={"static": True})
     dims: CacheDims = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def zeros(
@@ -52,7 +56,7 @@ class KVCache:
         """An empty cache.
 
         Args:
-          dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8.
+          dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 (both kept as uint8) or int8.
           layout: a `KVLayout` or its name.
           v_head_size: size of a value head; `head_size` when None.
           scales: for 8-bit dtypes, what a scale belongs to: "tensor", "head" or "token_head". Scales start at 1.
@@ -78,11 +82,13 @@ class KVCache:
         if scales not in scale_shapes:
             raise ValueError(f"scales: expected 'tensor', 'head', 'token_head' or None, got {scales!r}")
         scale_shape = scale_shapes[scales]
+        kept_as = jnp.uint8 if jnp.dtype(dtype) in FLOAT8_DTYPES else dtype
         return cls.from_arrays(
-            jnp.zeros(key_shape, dtype),
-            None if value_shape is None else jnp.zeros(value_shape, dtype),
+            jnp.zeros(key_shape, kept_as),
+            None if value_shape is None else jnp.zeros(value_shape, kept_as),
             layout=layout,
             head_size=head_size,
+            dtype=dtype,
             k_scale=None if scale_shape is None else jnp.ones(scale_shape, jnp.float32),
             v_scale=None if scale_shape is None else jnp.ones(scale_shape, jnp.float32),
         )
@@ -97,6 +103,7 @@ class KVCache:
         k_scale: Any = None,
         v_scale: Any = None,
         head_size: int | None = None,
+        dtype: Any = None,
     ) -> Self:
         """A cache over buffers that exist: nothing is copied.
 
@@ -105,6 +112,7 @@ class KVCache:
           layout: a `KVLayout` or its name; its axes give the buffers' shapes.
           k_scale, v_scale: see the class; floats are taken as per-tensor scales.
           head_size: needed for a `(2d)` row whose key and value heads differ in size.
+          dtype: float8_e4m3fn or float8_e5m2 for buffers of uint8 that hold such numbers; else the buffers' own.
         """
         layout = KVLayout.of(layout)
         if value_cache is None and not layout.combined:
@@ -115,20 +123,16 @@ class KVCache:
             raise ValueError(f"value_cache: layout {layout.name} holds keys and values in key_cache, expected None")
         value_shape = None if value_cache is None else tuple(value_cache.shape)
         dims = layout.dims(tuple(key_cache.shape), value_shape, head_size)
-        check_dtype("key_cache", key_cache.dtype, CACHE_DTYPES)
+        dtype = _stored_dtype(key_cache.dtype, dtype)
         if value_cache is not None:
             check_dtype("value_cache", value_cache.dtype, [key_cache.dtype])
-        quantized = jnp.dtype(key_cache.dtype) in QUANTIZED_DTYPES
+        quantized = dtype in QUANTIZED_DTYPES
         scales = [
             _check_scale(name, scale, dims, quantized) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
         ]
-        if key_cache.dtype == jnp.int8 and None in scales:
+        if dtype == jnp.int8 and None in scales:
             raise ValueError("k_scale, v_scale: an int8 cache needs both scales, got None")
-        return cls(key_cache, value_cache, scales[0], scales[1], layout, dims)
-
-    @property
-    def dtype(self) -> Any:
-        return jnp.dtype(self.key.dtype)
+        return cls(key_cache, value_cache, scales[0], scales[1], layout, dims, dtype)
 
     @property
     def quantized(self) -> bool:
@@ -168,6 +172,20 @@ class KVCache:
         return self.k_scale if which == "key" else self.v_scale
 
 
+def _stored_dtype(buffer_dtype: Any, dtype: Any) -> Any:
+    if buffer_dtype == jnp.uint8:
+        if dtype is None:
+            raise TypeError(
+                "dtype: a cache of uint8 holds float8_e4m3fn or float8_e5m2 numbers, expected one, got None"
+            )
+        check_dtype("dtype", dtype, FLOAT8_DTYPES)
+        return jnp.dtype(dtype)
+    check_dtype("key_cache", buffer_dtype, CACHE_DTYPES)
+    if dtype is not None:
+        check_dtype("dtype", dtype, [buffer_dtype])
+    return jnp.dtype(buffer_dtype)
+
+
 def _check_scale(name: str, scale: Any, dims: CacheDims, quantized: bool) -> Any:
     if scale is None:
         return None
@@ -178,5 +196,7 @@ def _check_scale(name: str, scale: Any, dims: CacheDims, quantized: bool) -> Any
     check_dtype(name, scale.dtype, [jnp.float32])
     shapes = [(), (dims.num_kv_heads,), (dims.num_blocks, dims.block_size, dims.num_kv_heads)]
     if tuple(scale.shape) not in shapes:
-        raise ValueError(f"{name}: expected shape {' or '.join(map(shape_text, shapes))}, got {shape_text(scale.shape)}")
+        raise ValueError(
+            f"{name}: expected shape {' or '.join(map(shape_text, shapes))}, got {shape_text(scale.shape)}"
+        )
     return scale

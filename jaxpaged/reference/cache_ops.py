@@ -9,7 +9,7 @@ from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.metadata.layout import Which
 from jaxpaged.metadata.slots import request_ids
 from jaxpaged.reference.quantize import quantize, row_scale
-from jaxpaged.reference.rows import dequantize, to_buffer_axes
+from jaxpaged.reference.rows import cast_bits, dequantize, to_buffer_axes
 
 
 def write_kv(cache: KVCache, key: Any, value: Any, slot_mapping: Any) -> KVCache:
@@ -24,8 +24,9 @@ def write_kv(cache: KVCache, key: Any, value: Any, slot_mapping: Any) -> KVCache
     for which, x in rows:
         stored, new_scale = _stored(cache, which, x)
         index = cache.layout.index(which, cache.dims, blocks, offsets)
-        buffer = cache.buffer(which).at[index].set(to_buffer_axes(stored, cache, which), mode="drop")
-        cache = _with_buffer(cache, which, buffer)
+        buffer = cache.buffer(which)
+        stored = to_buffer_axes(cast_bits(stored, buffer.dtype), cache, which)
+        cache = _with_buffer(cache, which, buffer.at[index].set(stored, mode="drop"))
         if new_scale is not None:
             scale = cache.scale(which).at[blocks, offsets].set(new_scale, mode="drop")
             cache = dataclasses.replace(cache, **{f"{which[0]}_scale": scale})

@@ -100,23 +100,27 @@ class PagedKV:
     def load(self, request: Any, chunk: Any) -> tuple[Any, Any]:
         blocks, _ = self._blocks(request, chunk)
         _, valid = self.positions(request, chunk)
-        keys = self._load("key", blocks, chunk)
-        values = self._load("value", blocks, chunk)
+        # XLA on the CPU converts float8 arrays to read them. The barrier keeps it from converting all of the cache
+        # ahead of the loop over chunks, instead of the rows that are read.
+        cache, chunk = lax.optimization_barrier((self.cache, chunk)) if self.cache.quantized else (self.cache, chunk)
+        keys = self._load(cache, "key", blocks, chunk)
+        values = self._load(cache, "value", blocks, chunk)
         return keys, jnp.where(valid[:, None], values, 0.0)
 
-    def _load(self, which: Which, blocks: Any, chunk: Any) -> Any:
-        cache, scale = self.cache, self.cache.scale(which)
-        buffer = cache.buffer(which)
+    def _load(self, cache: KVCache, which: Which, blocks: Any, chunk: Any) -> Any:
+        scale = cache.scale(which)
         token_scale = None
         if self._chunks_per_block == 1:
-            selected = buffer[cache.layout.index(which, cache.dims, blocks)]
+            selected = cache.buffer(which)[cache.layout.index(which, cache.dims, blocks)]
             if scale is not None and scale.ndim == 3:
                 token_scale = scale[blocks].reshape(-1, self.num_kv_heads).T
         else:
             _, read_from = self._part(chunk)
             selected = _slice_of_block(cache, which, blocks[0], read_from)
             if scale is not None and scale.ndim == 3:
-                token_scale = lax.dynamic_slice(scale, (blocks[0], read_from, 0), (1, CHUNK_SIZE, self.num_kv_heads))[0].T
+                token_scale = lax.dynamic_slice(scale, (blocks[0], read_from, 0), (1, CHUNK_SIZE, self.num_kv_heads))[
+                    0
+                ].T
         rows = blocks_by_head(selected, cache, which)
         rows = rows.reshape(self.num_kv_heads, -1, rows.shape[-1])
         return dequantize(rows, cache, which, token_scale)

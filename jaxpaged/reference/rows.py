@@ -3,9 +3,15 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.metadata.layout import Which
+
+
+def cast_bits(x: Any, dtype: Any) -> Any:
+    """`x` with its bits read as another dtype of the same width, where it isn't of that dtype already."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def to_buffer_axes(rows: Any, cache: KVCache, which: Which) -> Any:
@@ -27,12 +33,12 @@ def blocks_by_head(selected: Any, cache: KVCache, which: Which) -> Any:
 
 
 def dequantize(rows: Any, cache: KVCache, which: Which, token_scale: Any) -> Any:
-    """Stored rows [num_kv_heads, n, head_size] as float32 values.
+    """Rows [num_kv_heads, n, head_size] as the cache keeps them, as float32 values.
 
     Args:
       token_scale: [num_kv_heads, n], used when the cache has a scale per token and head.
     """
-    values = rows.astype(jnp.float32)
+    values = cast_bits(rows, cache.dtype).astype(jnp.float32)
     scale = cache.scale(which)
     if scale is None:
         return values
