@@ -1,0 +1,117 @@
+"""A compiled write into a donated cache, and a scan over layers that carries it, hold no copy of the cache."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import KVCache, PagedBatch, copy_blocks, paged_attention, write_kv
+from jaxpaged.metadata.layout import _PRESETS
+
+TOKENS = 5
+DTYPES = [
+    ("float32", None),
+    ("bfloat16", None),
+    ("float16", None),
+    ("float8_e4m3fn", "tensor"),
+    ("float8_e5m2", "head"),
+    ("int8", "token_head"),
+]
+# An update in place is a scatter (or a fusion around it) on the buffer itself; the rest would be new buffers.
+_IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "scatter", "fusion", "dynamic-update-slice", "call", "optimization-barrier"}
+_OP = re.compile(r"= (\w+)\[([\d,]*)\]\S* ([\w-]+)\(")
+
+
+def copies(compiled, num_elements: int) -> list[str]:
+    """Operations in optimised HLO that make an array as large as the cache other than by an update in place."""
+    found = []
+    for dtype, shape, op in _OP.findall(compiled.as_text()):
+        size = math.prod(int(n) for n in shape.split(",")) if shape else 1
+        if size >= num_elements and op not in _IN_PLACE:
+            found.append(f"{op} {dtype}[{shape}]")
+    return found
+
+
+def check_in_place(compiled, cache: KVCache) -> None:
+    """No operation copies the cache, its buffers are aliased to the results, and temporary memory is smaller than it."""
+    smallest = min(leaf.size for leaf in (cache.key, cache.value) if leaf is not None)
+    assert copies(compiled, smallest) == []
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(cache) if leaf.ndim)
+    assert memory.temp_size_in_bytes < cache.key.nbytes / 4
+
+
+def new_tokens(dtype):
+    rows = jax.ShapeDtypeStruct((TOKENS, 2, 32), dtype)
+    return rows, rows, jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
+
+
+@pytest.mark.parametrize("layout", _PRESETS)
+@pytest.mark.parametrize(("dtype", "scales"), DTYPES)
+def test_a_donated_write_is_in_place(layout, dtype, scales):
+    cache = KVCache.zeros(256, 16, 2, 32, dtype, layout=layout, scales=scales)
+    tokens = new_tokens("bfloat16" if cache.quantized else dtype)
+    check_in_place(jax.jit(write_kv, donate_argnums=0).lower(cache, *tokens).compile(), cache)
+
+
+def test_an_undonated_write_is_seen_to_copy():
+    cache = KVCache.zeros(256, 16, 2, 32, "float32")
+    compiled = jax.jit(write_kv).lower(cache, *new_tokens("float32")).compile()
+    with pytest.raises(AssertionError):
+        check_in_place(compiled, cache)
+
+
+def test_a_donated_write_keeps_the_pointer():
+    cache = KVCache.zeros(256, 16, 2, 32, "float32")
+    pointer = cache.key.unsafe_buffer_pointer()
+    rows = np.ones((TOKENS, 2, 32), np.float32)
+    cache = jax.jit(write_kv, donate_argnums=0)(cache, rows, rows, np.arange(TOKENS, dtype=np.int32))
+    assert cache.key.unsafe_buffer_pointer() == pointer
+    assert float(cache.key.sum()) == rows.size
+
+
+@pytest.mark.parametrize(("dtype", "scales"), DTYPES)
+def test_attention_makes_no_array_as_large_as_the_cache(dtype, scales):
+    cache = KVCache.zeros(512, 16, 2, 32, dtype, scales=scales)
+    batch = PagedBatch.create(np.zeros((3, 8), np.int32), [7, 8, 9])
+    query = jax.ShapeDtypeStruct((3, 4, 32), "bfloat16" if cache.quantized else dtype)
+    compiled = jax.jit(paged_attention).lower(query, cache, batch).compile()
+    assert copies(compiled, cache.key.size) == []
+    assert compiled.memory_analysis().temp_size_in_bytes < cache.key.nbytes / 2
+
+
+@pytest.mark.parametrize("layout", ["NHD", "2NHD", "HN2D", "VLLM_V0"])
+def test_a_scan_over_layers_carries_the_cache_in_place(layout):
+    """All layers' blocks lie in one cache, as a scan carries it: layer i owns blocks i * n to (i + 1) * n - 1."""
+    layers, blocks = 4, 64
+    cache = KVCache.zeros(layers * blocks, 16, 2, 32, "float32", layout=layout)
+    batch = PagedBatch.create(np.arange(6).reshape(3, 2), [20, 7, 32], block_size=16)
+
+    def step(cache, query, batch):
+        def layer(carry, index):
+            cache, hidden = carry
+            slots = jnp.where(batch.slot_mapping < 0, -1, batch.slot_mapping + index * blocks * 16)
+            cache = write_kv(cache, hidden[:, :2], hidden[:, :2] * 2, slots)
+            table = batch.block_table + index * blocks
+            mine = PagedBatch(table, batch.seq_lens, batch.query_start_loc, slots, batch.max_query_len)
+            return (cache, hidden + paged_attention(hidden, cache, mine)), None
+
+        (cache, hidden), _ = jax.lax.scan(layer, (cache, query), jnp.arange(layers, dtype=jnp.int32))
+        return cache, hidden
+
+    query = np.random.default_rng(0).standard_normal((3, 4, 32), dtype=np.float32)
+    compiled = jax.jit(step, donate_argnums=0).lower(cache, query, batch).compile()
+    check_in_place(compiled, cache)
+    new_cache, hidden = compiled(cache, query, batch)
+    assert np.isfinite(hidden).all()
+    assert sum(int((np.asarray(x) != 0).sum()) for x in jax.tree.leaves(new_cache)) == 3 * 2 * 32 * 2 * layers
+
+
+@pytest.mark.parametrize("layout", ["NHD", "N2HD"])
+def test_copy_blocks_is_in_place(layout):
+    cache = KVCache.zeros(256, 16, 2, 32, "bfloat16", layout=layout)
+    pairs = jax.ShapeDtypeStruct((4, 2), jnp.int32)
+    check_in_place(jax.jit(copy_blocks, donate_argnums=0).lower(cache, pairs).compile(), cache)
