@@ -4,8 +4,10 @@ from jaxpaged.attention import paged_attention
 from jaxpaged.cache import KVCache, KVLayout, copy_blocks, gather_kv, swap_blocks, write_kv
 from jaxpaged.merge import merge_attention_states
 from jaxpaged.metadata.batch import PagedBatch, pad_tokens
+from jaxpaged.metadata.block_pool import BlockPool
 
 __all__ = [
+    "BlockPool",
     "KVCache",
     "KVLayout",
     "PagedBatch",

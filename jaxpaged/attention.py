@@ -55,7 +55,8 @@ def paged_attention(
       window: (left, right), the positions to each side that a query attends to, besides its own; None on a side for no
         bound. An engine's `sliding_window=w` is `(w - 1, 0)` in a decoder.
       soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
-      alibi_slopes: [num_heads] or [num_reqs, num_heads] float32; `slope * (kv_pos - q_pos)` is added (Press et al., 2022).
+      alibi_slopes: [num_heads] or [num_reqs, num_heads] float32; `slope * (kv_pos - q_pos)` is added (Press et al.,
+        2022).
       sinks: [num_heads] float; a logit per head that takes part in the softmax's denominator alone (Xiao et al., 2024).
       mask_mod: `(b, h, q_pos, kv_pos) -> bool`, true where a score takes part, and
       score_mod: `(score, b, h, q_pos, kv_pos) -> score`: JAX functions of a request's index, a query head, and two

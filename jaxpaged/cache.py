@@ -47,7 +47,8 @@ def write_kv(cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, impleme
     check_shape("value", value.shape, (key.shape[0], cache.num_kv_heads, cache.v_head_size))
     if not cache.quantized and cache.dtype not in (key.dtype, jnp.float32):
         raise TypeError(
-            f"key: a cache of {cache.dtype.name} takes {cache.dtype.name} keys and values, got {jnp.dtype(key.dtype).name}"
+            f"key: a cache of {cache.dtype.name} takes {cache.dtype.name} keys and values, "
+            f"got {jnp.dtype(key.dtype).name}"
         )
     check_array_like("slot_mapping", slot_mapping)
     check_dtype("slot_mapping", slot_mapping.dtype, [jnp.int32, jnp.int64])
@@ -105,7 +106,7 @@ def gather_kv(
       block_table: [num_reqs, max_blocks_per_req] int32.
       seq_lens: [num_reqs] int32; clamped to the table's width.
       total_tokens: length of the result, the sum of `seq_lens` when None; needed under `jit`. Rows past the sum are 0.
-      dtype: of the result; the cache's when None, float32 for an 8-bit cache, whose values are multiplied by their scales.
+      dtype: of the result; the cache's when None, float32 for an 8-bit cache, whose scales are applied.
 
     Returns:
       Keys [total_tokens, num_kv_heads, head_size] and values [total_tokens, num_kv_heads, v_head_size]; 0 where a block

@@ -30,7 +30,11 @@ BF16_CACHE = KVCache.zeros(4, 8, 2, 16, "bfloat16")
         ({"query": QUERY[0]}, ValueError, r"query: expected shape \[num_tokens, num_heads, 16\], got \[4, 16\]"),
         ({"query": QUERY[..., :8]}, ValueError, r"query: .*got \[2, 4, 8\]"),
         ({"query": QUERY[:, :3]}, ValueError, "query: num_heads must be a multiple of the cache's 2 kv heads, got 3"),
-        ({"query": QUERY.astype(np.int32)}, TypeError, "query: expected dtype float32 or bfloat16 or float16, got int32"),
+        (
+            {"query": QUERY.astype(np.int32)},
+            TypeError,
+            "query: expected dtype float32 or bfloat16 or float16, got int32",
+        ),
         ({"query": QUERY.tolist()}, TypeError, "query: expected a JAX or NumPy array, got list"),
         ({"cache": (CACHE.key, CACHE.value)}, TypeError, "cache: expected a KVCache, got tuple"),
         ({"cache": BF16_CACHE}, TypeError, "cache: expected dtype float32 .*got bfloat16"),
@@ -41,7 +45,11 @@ BF16_CACHE = KVCache.zeros(4, 8, 2, 16, "bfloat16")
         ({"window": (-1, 0)}, ValueError, "window: expected 0 or more, or None"),
         ({"window": (1.5, 0)}, TypeError, "window: expected an int or None on each side"),
         ({"soft_cap": 0.0}, ValueError, "soft_cap: expected a number above 0 or None, got 0.0"),
-        ({"alibi_slopes": np.ones(3, np.float32)}, ValueError, r"alibi_slopes: expected shape \[4\] or \[2, 4\], got \[3\]"),
+        (
+            {"alibi_slopes": np.ones(3, np.float32)},
+            ValueError,
+            r"alibi_slopes: expected shape \[4\] or \[2, 4\], got \[3\]",
+        ),
         ({"alibi_slopes": np.ones(4)}, TypeError, "alibi_slopes: expected dtype float32, got float64"),
         ({"alibi_slopes": [1.0] * 4}, TypeError, "alibi_slopes: expected a JAX or NumPy array, got list"),
         ({"sinks": np.ones(2, np.float32)}, ValueError, r"sinks: expected shape \[4\], got \[2\]"),
@@ -64,7 +72,11 @@ def test_paged_attention(changes, error, message):
         ({"value": ROWS[:2]}, ValueError, r"value: expected shape \[3, 2, 16\], got \[2, 2, 16\]"),
         ({"value": ROWS.astype(np.float16)}, TypeError, "value: expected dtype float32, got float16"),
         ({"key": ROWS.astype(np.int8)}, TypeError, "key: expected dtype .*got int8"),
-        ({"slot_mapping": SLOTS.astype(np.float32)}, TypeError, "slot_mapping: expected dtype int32 or int64, got float32"),
+        (
+            {"slot_mapping": SLOTS.astype(np.float32)},
+            TypeError,
+            "slot_mapping: expected dtype int32 or int64, got float32",
+        ),
         ({"slot_mapping": SLOTS[None]}, ValueError, r"slot_mapping: expected shape \[num_slots\], got \[1, 3\]"),
         ({"slot_mapping": [0, 1, 2]}, TypeError, "slot_mapping: expected a JAX or NumPy array, got list"),
         ({"cache": BF16_CACHE}, TypeError, "key: a cache of bfloat16 takes bfloat16 keys and values, got float32"),
@@ -90,7 +102,9 @@ def test_block_copies():
         swap_blocks(CACHE, KVCache.zeros(4, 8, 2, 16, "float32", layout="HND"), [[0, 0]])
     with pytest.raises(ValueError, match="dst: expected the dtype of src"):
         swap_blocks(CACHE, BF16_CACHE, [[0, 0]])
-    with pytest.raises(ValueError, match=r"dst: expected the block shape of src, \(8, 2, 16, 16\), got \(16, 2, 16, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"dst: expected the block shape of src, \(8, 2, 16, 16\), got \(16, 2, 16, 16\)"
+    ):
         swap_blocks(CACHE, KVCache.zeros(4, 16, 2, 16, "float32"), [[0, 0]])
 
 

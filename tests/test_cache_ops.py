@@ -61,7 +61,9 @@ def test_slot_mapping_may_be_longer_or_shorter_than_the_tokens(tokens, slots):
 def test_write_quantises_with_given_scales(dtype, scales):
     cache = KVCache.zeros(BLOCKS, SIZE, HEADS, HEAD_SIZE, dtype, scales=scales)
     scale = np.float32(0.05) if scales == "tensor" else np.array([0.05, 0.2], np.float32)
-    cache = KVCache.from_arrays(cache.key, cache.value, k_scale=jnp.asarray(scale), v_scale=jnp.asarray(scale), dtype=dtype)
+    cache = KVCache.from_arrays(
+        cache.key, cache.value, k_scale=jnp.asarray(scale), v_scale=jnp.asarray(scale), dtype=dtype
+    )
     key = rows(0, 3)
     key[0, 0, :3] = np.inf, -np.inf, 1e9  # saturate
     keys, _ = everything(write_kv(cache, key, key, np.arange(3, dtype=np.int32)))

@@ -21,7 +21,18 @@ DTYPES = [
     ("int8", "token_head"),
 ]
 # An update in place is a scatter (or a fusion around it) on the buffer itself; the rest would be new buffers.
-_IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "scatter", "fusion", "dynamic-update-slice", "call", "optimization-barrier"}
+_IN_PLACE = {
+    "parameter",
+    "get-tuple-element",
+    "bitcast",
+    "tuple",
+    "while",
+    "scatter",
+    "fusion",
+    "dynamic-update-slice",
+    "call",
+    "optimization-barrier",
+}
 _OP = re.compile(r"= (\w+)\[([\d,]*)\]\S* ([\w-]+)\(")
 
 

@@ -25,7 +25,8 @@ class PagedBatch:
         request's length may be anything.
       seq_lens: [num_reqs] int32, all tokens of each request, the new ones included; 0 in a padding row.
       query_start_loc: [num_reqs + 1] int32, where each request's new tokens start among the packed ones.
-      slot_mapping: [num_tokens] int32 or int64, the cache slot of each new token, negative to skip it; None when unknown.
+      slot_mapping: [num_tokens] int32 or int64, the cache slot of each new token, negative to skip it; None when
+        unknown.
       max_query_len: an upper bound of new tokens per request, rounded up to a power of two, or None when unknown.
         It steers speed, never results.
     """
@@ -63,14 +64,14 @@ class PagedBatch:
           TypeError, ValueError: an argument has the wrong dtype, shape or values. Values of arrays that lie on another
             device than the host, or are traced, are not read and so not checked.
         """
-        table = _int_array("block_table", _rectangular(block_table))
+        table = _int_array("block_table", _rectangular(block_table), allow_large=True)
         lens = _int_array("seq_lens", seq_lens)
         check_shape("block_table", table.shape, ("num_reqs", "max_blocks_per_req"))
         check_shape("seq_lens", lens.shape, (table.shape[0],))
         starts, max_query_len = _query_starts(query_start_loc, query_lens, num_reqs=table.shape[0])
         _check_values(lens, starts)
         if slot_mapping is not None:
-            slot_mapping = jnp.asarray(_int_array("slot_mapping", slot_mapping, keep_int64=True))
+            slot_mapping = jnp.asarray(_int_array("slot_mapping", slot_mapping, keep_int64=True, allow_large=True))
             check_shape("slot_mapping", slot_mapping.shape, ("num_tokens",))
         elif block_size is not None:
             slot_mapping = _computed_slots(table, lens, starts, check_positive("block_size", block_size), num_tokens)
@@ -149,37 +150,48 @@ def _rectangular(block_table: Any) -> Any:
     """A block table given as rows of different length, padded with -1."""
     if not isinstance(block_table, list | tuple):
         return block_table
-    rows = [np.asarray(row).reshape(-1) for row in block_table]
-    table = np.full((len(rows), max((len(row) for row in rows), default=0)), -1, np.int64)
+    rows = [np.asarray(row) for row in block_table]
+    table = np.full((len(rows), max((row.size for row in rows), default=0)), -1, np.int64)
     for i, row in enumerate(rows):
+        if row.ndim != 1:
+            raise ValueError(f"block_table: expected a list of blocks in row {i}, got shape {shape_text(row.shape)}")
         if row.size and row.dtype.kind not in "iu":
             raise TypeError(f"block_table: expected integers, got {row.dtype} in row {i}")
         table[i, : len(row)] = row
     return table
 
 
-def _int_array(name: str, x: Any, *, keep_int64: bool = False) -> Any:
-    """`x` as an int32 array (int64 as it is where JAX can hold it), NumPy where its values lie on the host."""
+def _int_array(name: str, x: Any, *, keep_int64: bool = False, allow_large: bool = False) -> Any:
+    """`x` as an int32 array, NumPy where its values lie on the host.
+
+    Args:
+      keep_int64: leave int64 as it is where JAX can hold it.
+      allow_large: values that int32 can't hold become -1, no block and no slot; otherwise they are an error.
+    """
     if isinstance(x, list | tuple):
-        x = np.asarray(x, np.int64 if len(x) == 0 else None)
+        try:
+            x = np.asarray(x, np.int64 if len(x) == 0 else None)
+        except ValueError as error:
+            raise ValueError(f"{name}: expected a list of integers, got lists of different length") from error
     if not isinstance(x, np.ndarray | jax.Array):
-        x = np.from_dlpack(x) if _is_host_dlpack(x) else jax.dlpack.from_dlpack(x)
+        x = np.from_dlpack(x) if _is_host_dlpack(name, x) else jax.dlpack.from_dlpack(x)
     if x.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got {x.dtype}")
-    if x.dtype == np.int32:
+    holds_int64 = isinstance(x, jax.Array) or jax.config.jax_enable_x64
+    if x.dtype == np.int32 or (keep_int64 and x.dtype == np.int64 and holds_int64):
         return x
-    if not isinstance(x, np.ndarray):
-        return x if keep_int64 and x.dtype == jnp.int64 else x.astype(jnp.int32)
-    if keep_int64 and x.dtype == np.int64 and jax.config.jax_enable_x64:
-        return x
-    if x.size and (x.max() > _INT32_MAX or x.min() < -_INT32_MAX - 1):
+    if x.dtype.itemsize < 4:
+        return x.astype(np.int32)
+    xp = np if isinstance(x, np.ndarray) else jnp
+    fits = x <= _INT32_MAX if x.dtype.kind == "u" else (x <= _INT32_MAX) & (x >= -_INT32_MAX - 1)
+    if not allow_large and on_host(x) and not fits.all():
         raise ValueError(f"{name}: values must fit int32, got {x.min()} to {x.max()}")
-    return x.astype(np.int32)
+    return xp.where(fits, x.astype(np.int32), -1)
 
 
-def _is_host_dlpack(x: Any) -> bool:
+def _is_host_dlpack(name: str, x: Any) -> bool:
     if not hasattr(x, "__dlpack_device__"):
-        raise TypeError(f"expected a list or an array of integers, got {type(x).__name__}")
+        raise TypeError(f"{name}: expected a list or an array of integers, got {type(x).__name__}")
     return x.__dlpack_device__()[0] == 1  # kDLCPU
 
 
@@ -209,7 +221,8 @@ def _check_values(seq_lens: Any, starts: Any) -> None:
         values = np.asarray(starts)
         if values[0] != 0 or np.any(np.diff(values) < 0):
             raise ValueError(
-                f"query_start_loc: expected to start at 0 and never to fall (query_lens of 0 or more), got {values.tolist()}"
+                f"query_start_loc: expected to start at 0 and never to fall (query_lens of 0 or more), "
+                f"got {values.tolist()}"
             )
 
 
@@ -221,4 +234,5 @@ def _computed_slots(table: Any, seq_lens: Any, starts: Any, block_size: int, num
                 f"{shape_text(starts.shape)}; expected num_tokens or slot_mapping, got neither"
             )
         num_tokens = int(np.asarray(starts)[-1])
-    return slot_mapping_from_block_table(table, seq_lens, starts, block_size=block_size, num_tokens=num_tokens)
+    slots = slot_mapping_from_block_table(table, seq_lens, starts, block_size=block_size, num_tokens=num_tokens)
+    return jnp.asarray(slots)

@@ -81,6 +81,10 @@ class KVCache:
         }
         if scales not in scale_shapes:
             raise ValueError(f"scales: expected 'tensor', 'head', 'token_head' or None, got {scales!r}")
+        if scales is not None and jnp.dtype(dtype) not in QUANTIZED_DTYPES:
+            raise ValueError(
+                f"scales: they belong to 8-bit caches, expected None for {jnp.dtype(dtype).name}, got {scales!r}"
+            )
         scale_shape = scale_shapes[scales]
         kept_as = jnp.uint8 if jnp.dtype(dtype) in FLOAT8_DTYPES else dtype
         return cls.from_arrays(
@@ -117,10 +121,14 @@ class KVCache:
         layout = KVLayout.of(layout)
         if value_cache is None and not layout.combined:
             raise ValueError(
-                f"layout: value_cache=None means that one buffer holds keys and values, but {layout.name} keeps them apart"
+                f"layout: value_cache=None means that one buffer holds keys and values, "
+                f"but {layout.name} keeps them apart"
             )
         if value_cache is not None and layout.combined:
             raise ValueError(f"value_cache: layout {layout.name} holds keys and values in key_cache, expected None")
+        for name, buffer in (("key_cache", key_cache), ("value_cache", value_cache)):
+            if buffer is not None or name == "key_cache":
+                _check_is_array(name, buffer)
         value_shape = None if value_cache is None else tuple(value_cache.shape)
         dims = layout.dims(tuple(key_cache.shape), value_shape, head_size)
         dtype = _stored_dtype(key_cache.dtype, dtype)
@@ -186,6 +194,11 @@ def _stored_dtype(buffer_dtype: Any, dtype: Any) -> Any:
     return jnp.dtype(buffer_dtype)
 
 
+def _check_is_array(name: str, x: Any) -> None:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
+
+
 def _check_scale(name: str, scale: Any, dims: CacheDims, quantized: bool) -> Any:
     if scale is None:
         return None
@@ -193,6 +206,7 @@ def _check_scale(name: str, scale: Any, dims: CacheDims, quantized: bool) -> Any
         raise ValueError(f"{name}: scales belong to 8-bit caches, expected None for this cache's dtype")
     if isinstance(scale, int | float):
         return jnp.float32(scale)
+    _check_is_array(name, scale)
     check_dtype(name, scale.dtype, [jnp.float32])
     shapes = [(), (dims.num_kv_heads,), (dims.num_blocks, dims.block_size, dims.num_kv_heads)]
     if tuple(scale.shape) not in shapes:

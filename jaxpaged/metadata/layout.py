@@ -74,7 +74,7 @@ class KVLayout:
     @staticmethod
     def _check_axes(which: str, axes: str) -> None:
         names = axes.split()
-        row = "(2d)" if "(2d)" in names else "d"
+        row = "(2d)" if "(2d)" in names and which == "key" else "d"
         required = {"n", "s", "h", row}
         optional = {"x"} if row == "d" and "2" not in names else set()
         if row == "d" and which == "key":
@@ -83,7 +83,7 @@ class KVLayout:
             raise ValueError(
                 f"layout: {which} axes must be n, s, h and d (or (2d)), each once, with 2 or x at most: got {axes!r}"
             )
-        if [name for name in names if name != "2"][0] != "n" or "n" not in names[:2]:
+        if next(name for name in names if name != "2") != "n" or "n" not in names[:2]:
             raise ValueError(f"layout: {which} axes must start with n, or with 2 and n: got {axes!r}")
 
     @classmethod
@@ -152,6 +152,8 @@ class KVLayout:
             if head_size is None and row % 2:
                 raise ValueError(f"key_cache: a row of {row} elements holds no two equal heads: give head_size")
             k_size = row // 2 if head_size is None else head_size
+            if not 0 < k_size < row:
+                raise ValueError(f"head_size: expected 1 to {row - 1} in a row of {row} elements, got {k_size}")
             return CacheDims(key["n"], key["s"], key["h"], k_size, row - k_size)
         k_size = key["d"] * key.get("x", 1)
         if head_size not in (None, k_size):
@@ -179,7 +181,7 @@ class KVLayout:
         return dict(zip(axes, shape, strict=True))
 
     def index(self, which: Which, dims: CacheDims, blocks: Any, slots: Any = None) -> tuple[Any, ...]:
-        """An index into a buffer, for NumPy, JAX or torch, of the key or value rows at `blocks` (and at `slots` in them).
+        """An index into a buffer, for NumPy, JAX or torch, of the key or value rows at `blocks` (and `slots` in them).
 
         Without `slots` the result has axes [len(blocks), the buffer's other axes in their order]; with `slots`, of the
         shape of `blocks`, it has [len(blocks), the buffer's axes but n and s].

@@ -69,7 +69,8 @@ def compute_slot_mapping_start_idx(
 ) -> int:
     """First position of a prompt whose key and value are kept: earlier ones have left a sliding window already.
 
-    As in Aphrodite's attention backends: only the first block manager drops tokens, only in prompts, and it has no chunks.
+    As in Aphrodite's attention backends: only the first block manager drops tokens, only in prompts, and it has no
+    chunks.
     """
     if not is_prompt or sliding_window is None or use_v2_block_manager:
         return 0
@@ -113,7 +114,8 @@ def compute_slot_mapping(
     needed = -(-seq_len // block_size) if kept.any() else 0
     if needed > len(table):
         raise ValueError(
-            f"block_tables[{seq_id!r}]: {seq_len} tokens in blocks of {block_size} need {needed} blocks, got {len(table)}"
+            f"block_tables[{seq_id!r}]: {seq_len} tokens in blocks of {block_size} need {needed} blocks, "
+            f"got {len(table)}"
         )
     slots = np.full(len(positions), PAD_SLOT_ID, np.int64)
     slots[kept] = table[positions[kept] // block_size] * block_size + positions[kept] % block_size

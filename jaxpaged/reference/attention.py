@@ -66,7 +66,7 @@ def ragged_attention(
     out_dtype: Any,
     max_query_len: int | None = None,
 ) -> tuple[Any, Any]:
-    """The same attention to packed keys and values: request r attends to rows `kv_start_loc[r]` to `kv_start_loc[r + 1]`.
+    """The same attention to packed keys and values: request r's are rows `kv_start_loc[r]` to `kv_start_loc[r + 1]`.
 
     Args:
       query: [num_tokens, num_heads, head_size].
@@ -172,17 +172,18 @@ def _attended_range(options: AttentionOptions, first_pos: Any, last_pos: Any, kv
 def _softmax_over_chunks(
     q: Any, q_pos: Any, source: KVSource, request: Any, options: AttentionOptions, low: Any, high: Any
 ) -> tuple[Any, Any, Any]:
-    """Running maximum and sum [num_kv_heads, groups, tile_len] and output [.., v_head_size] of a tile over [low, high)."""
+    """A tile's running maximum and sum [num_kv_heads, groups, tile_len] and output [.., v_head_size] over [low, high)."""
     rows = q.shape[:3]
     flat = (source.num_kv_heads, rows[1] * rows[2])
 
     def step(chunk: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        kv_pos, valid = source.positions(request, chunk)
-        keep = _kept(options, request, rows, q_pos, kv_pos, valid)
+        # The barriers keep integer arithmetic out of the loops over scores and values, which would repeat it.
+        kv_pos, valid = lax.optimization_barrier(source.positions(request, chunk))
+        keep = lax.optimization_barrier(_kept(options, request, rows, q_pos, kv_pos, valid))
 
         def update() -> tuple[Any, Any, Any]:
-            m, l, acc = state
-            keys, values = source.load(request, chunk)
+            m, total, acc = state
+            keys, values = source.load(request, chunk, valid)
             s = jnp.einsum("hmd,hcd->hmc", q.reshape(*flat, -1), keys, precision=lax.Precision.HIGHEST)
             s = _modified(s.reshape(*rows, -1), options, request, q_pos, kv_pos)
             s = jnp.where(keep, s, -jnp.inf)
@@ -191,7 +192,7 @@ def _softmax_over_chunks(
             p = jnp.exp(s - shift[..., None])
             decay = jnp.exp(m - shift)
             pv = jnp.einsum("hmc,hcd->hmd", p.reshape(*flat, -1), values, precision=lax.Precision.HIGHEST)
-            return m_new, l * decay + p.sum(-1), acc * decay[..., None] + pv.reshape(acc.shape)
+            return m_new, total * decay + p.sum(-1), acc * decay[..., None] + pv.reshape(acc.shape)
 
         # Only a user's mask can leave a chunk empty that the range did not exclude.
         return update() if options.mask_mod is None else lax.cond(jnp.any(keep), update, lambda: state)
@@ -240,12 +241,12 @@ def _modified(s: Any, options: AttentionOptions, request: Any, q_pos: Any, kv_po
     return s.astype(jnp.float32)
 
 
-def _finish(m: Any, l: Any, acc: Any, sinks: Any) -> tuple[Any, Any]:
+def _finish(m: Any, total: Any, acc: Any, sinks: Any) -> tuple[Any, Any]:
     """Output and lse from the running maximum, sum and output; rows that attended to nothing give 0 and -inf."""
-    attended = l > 0
-    lse = jnp.where(attended, m + jnp.log(jnp.where(attended, l, 1.0)), -jnp.inf)
-    weight = jnp.where(attended, 1.0 / jnp.where(attended, l, 1.0), 0.0)
+    attended = total > 0
+    lse = jnp.where(attended, m + jnp.log(jnp.where(attended, total, 1.0)), -jnp.inf)
+    weight = jnp.where(attended, 1.0 / jnp.where(attended, total, 1.0), 0.0)
     if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(*l.shape[:2], 1)
+        sinks = sinks.astype(jnp.float32).reshape(*total.shape[:2], 1)
         weight = jnp.where(attended, weight * jax.nn.sigmoid(lse - sinks), 0.0)
     return acc * weight[..., None], lse

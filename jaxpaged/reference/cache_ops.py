@@ -78,7 +78,7 @@ def copy_blocks(source: KVCache, target: KVCache, src_to_dst: Any) -> KVCache:
 
 
 def gather_kv(cache: KVCache, block_table: Any, seq_lens: Any, total_tokens: int, dtype: Any) -> tuple[Any, Any]:
-    """`jaxpaged.gather_kv` on checked arguments: rows past the last request's are 0, as are those of blocks out of range."""
+    """`jaxpaged.gather_kv` on checked arguments: rows of no request or of a block out of range are 0."""
     num_reqs, width = block_table.shape
     lens = jnp.minimum(seq_lens, width * cache.block_size)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])

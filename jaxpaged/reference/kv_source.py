@@ -27,8 +27,8 @@ class KVSource(Protocol):
     def positions(self, request: Any, chunk: Any) -> tuple[Any, Any]:
         """Positions [chunk_size] int32 of a chunk's rows, and whether each row belongs to the chunk and may be read."""
 
-    def load(self, request: Any, chunk: Any) -> tuple[Any, Any]:
-        """K [num_kv_heads, chunk_size, head_size] and V [.., v_head_size] of a chunk in float32; V is 0 in rows not to be read."""
+    def load(self, request: Any, chunk: Any, valid: Any) -> tuple[Any, Any]:
+        """A chunk's K [num_kv_heads, chunk_size, head_size] and V [.., v_head_size], float32; V is 0 where not `valid`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +97,8 @@ class PagedKV:
         valid = (real[:, None] & own).reshape(-1)
         return position, valid & (position < self.kv_lens[request])
 
-    def load(self, request: Any, chunk: Any) -> tuple[Any, Any]:
-        blocks, _ = self._blocks(request, chunk)
-        _, valid = self.positions(request, chunk)
+    def load(self, request: Any, chunk: Any, valid: Any) -> tuple[Any, Any]:
+        blocks = lax.optimization_barrier(self._blocks(request, chunk)[0])
         # XLA on the CPU converts float8 arrays to read them. The barrier keeps it from converting all of the cache
         # ahead of the loop over chunks, instead of the rows that are read.
         cache, chunk = lax.optimization_barrier((self.cache, chunk)) if self.cache.quantized else (self.cache, chunk)
@@ -183,9 +182,8 @@ class DenseKV:
         position = first + jnp.arange(self._chunk_size)
         return position, (position >= chunk * self._chunk_size) & (position < self.kv_lens[request])
 
-    def load(self, request: Any, chunk: Any) -> tuple[Any, Any]:
+    def load(self, request: Any, chunk: Any, valid: Any) -> tuple[Any, Any]:
         base, size = self._base(request, chunk), self._chunk_size
-        _, valid = self.positions(request, chunk)
         keys, values = (
             lax.dynamic_slice_in_dim(x, base, size).swapaxes(0, 1).astype(jnp.float32) for x in (self.key, self.value)
         )

@@ -28,6 +28,6 @@ def quantize(x: Any, dtype: Any, scale: Any) -> Any:
 
 
 def row_scale(x: Any, dtype: Any) -> Any:
-    """The scale of each row (last axis) that makes its largest magnitude the largest of `dtype`; 1 for a row of zeros."""
+    """The scale that makes each row's (last axis) largest magnitude the largest of `dtype`; 1 for a row of zeros."""
     peak = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1)
     return jnp.where(peak > 0, peak / largest(dtype), 1.0)

@@ -1,0 +1,184 @@
+"""Continuous batching: which tokens of which requests each step computes, and which blocks hold them."""
+
+import dataclasses
+from collections import deque
+from enum import Enum
+
+from jaxpaged.metadata.block_pool import BlockPool, OutOfBlocks
+from jaxpaged.metadata.checks import check_positive
+from jaxpaged.metadata.prefix_cache import PrefixCache
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt and what has been generated from it.
+
+    Attributes:
+      prompt: tokens.
+      max_new_tokens: it finishes with so many generated tokens, or with `stop_token`.
+      arrival: step at which it joins the queue.
+      blocks: physical blocks that hold its tokens, in logical order.
+      num_computed: tokens whose keys and values are in the cache.
+      num_shared: of those, tokens found in the prefix cache when it was admitted.
+      num_preemptions: how often its blocks were taken away, to be computed again.
+    """
+
+    name: str
+    prompt: list[int]
+    max_new_tokens: int
+    arrival: int = 0
+    stop_token: int | None = None
+    generated: list[int] = dataclasses.field(default_factory=list)
+    blocks: list[int] = dataclasses.field(default_factory=list)
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    num_shared: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.generated
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.prompt) + len(self.generated) - self.num_computed
+
+    @property
+    def complete(self) -> bool:
+        stopped = bool(self.generated) and self.generated[-1] == self.stop_token
+        return stopped or len(self.generated) >= self.max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledRequest:
+    """A request's part of a step: its tokens `start` to `start + length - 1`."""
+
+    request: Request
+    start: int
+    length: int
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the step computes the request's last token, from which the next one is chosen."""
+        return self.start + self.length == len(self.request.tokens)
+
+
+class Scheduler:
+    """Gives every running request its next token, and the rest of a step to prompts, in chunks, in order of arrival.
+
+    A prompt shares the blocks of the longest prefix that an earlier one left in the cache. When no block is free, the
+    request that was admitted last is preempted: its blocks are freed and it waits to be computed again.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, max_step_tokens: int, max_requests: int):
+        """A scheduler over a cache of `num_blocks` blocks of `block_size` tokens.
+
+        Args:
+          max_step_tokens: tokens a step computes at most.
+          max_requests: requests in a step at most; not more than `max_step_tokens`, so that each gets a token.
+        """
+        self.block_size = check_positive("block_size", block_size)
+        self.max_step_tokens = check_positive("max_step_tokens", max_step_tokens)
+        self.max_requests = min(check_positive("max_requests", max_requests), max_step_tokens)
+        self.pool = BlockPool(num_blocks)
+        self.prefixes = PrefixCache(self.pool, block_size)
+        self.step = 0
+        self.running: list[Request] = []
+        self._queue: deque[Request] = deque()
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+          ValueError: it is empty, or would not fit the cache even if it were alone.
+        """
+        if not request.prompt:
+            raise ValueError(f"prompt: expected at least one token in request {request.name!r}, got none")
+        needed = -(-(len(request.prompt) + request.max_new_tokens) // self.block_size)
+        if needed > self.pool.num_blocks:
+            raise ValueError(
+                f"max_new_tokens: request {request.name!r} of {len(request.prompt)} + {request.max_new_tokens} tokens "
+                f"needs {needed} blocks, the cache has {self.pool.num_blocks}"
+            )
+        self._queue.append(request)
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that have arrived and are not running."""
+        return [request for request in self._queue if request.arrival <= self.step]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self._queue)
+
+    def schedule(self) -> list[ScheduledRequest]:
+        """The next step's work; empty while nothing has arrived."""
+        scheduled: list[ScheduledRequest] = []
+        budget = self.max_step_tokens
+        # Decodes come first: each needs one token, and a long prompt must not keep them waiting.
+        for request in sorted(self.running, key=lambda r: r.num_uncomputed > 1):
+            if request in self.running and budget > 0:  # it may have been preempted for another in this loop
+                budget -= self._extend(request, budget, scheduled)
+        while budget > 0 and self.waiting and len(self.running) < self.max_requests:
+            if not self._admit(self.waiting[0]):
+                break
+            budget -= self._extend(self.running[-1], budget, scheduled)
+        self.step += 1
+        return scheduled
+
+    def _extend(self, request: Request, budget: int, scheduled: list[ScheduledRequest]) -> int:
+        """Schedule up to `budget` more tokens of a running request; how many it were."""
+        length = min(request.num_uncomputed, budget)
+        missing = -(-(request.num_computed + length) // self.block_size) - len(request.blocks)
+        while True:
+            try:
+                request.blocks += self.prefixes.allocate(missing)
+                break
+            except OutOfBlocks:
+                victim = self.running[-1]
+                self._preempt(victim)
+                scheduled[:] = [part for part in scheduled if part.request is not victim]
+                if victim is request:
+                    return 0
+        request.status = Status.PREFILL if request.num_uncomputed > 1 else Status.DECODE
+        scheduled.append(ScheduledRequest(request, request.num_computed, length))
+        return length
+
+    def _admit(self, request: Request) -> bool:
+        """Let a waiting request run if its tokens fit beside the others'; whether it does."""
+        needed = -(-len(request.tokens) // self.block_size)
+        if needed > self.pool.num_free + self.prefixes.num_evictable:
+            return False
+        # The last token is computed in any case: the next one comes from its logits.
+        request.blocks = self.prefixes.match(request.tokens[:-1])
+        request.num_computed = request.num_shared = len(request.blocks) * self.block_size
+        self._queue.remove(request)
+        self.running.append(request)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pool.free(request.blocks)
+        request.blocks, request.num_computed, request.status = [], 0, Status.WAITING
+        request.num_preemptions += 1
+        self._queue.appendleft(request)
+
+    def computed(self, part: ScheduledRequest) -> None:
+        """Note that a part's keys and values are in the cache, and share the blocks that it filled."""
+        request = part.request
+        request.num_computed = part.start + part.length
+        self.prefixes.insert(request.tokens[: request.num_computed], request.blocks)
+
+    def finish(self, request: Request) -> None:
+        """Take a complete request out and free its blocks; the prefix cache may keep some."""
+        request.status = Status.FINISHED
+        self.running.remove(request)
+        self.pool.free(request.blocks)
+        request.blocks = []

@@ -1,0 +1,188 @@
+"""The ways into the package. Each runs a case and gives float64 results, or says why it can't."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.attention import paged_attention
+from jaxpaged.metadata.batch import PagedBatch
+from jaxpaged.metadata.kv_cache import KVCache
+from jaxpaged.testing.cases import FLOAT8, Case, Inputs, stored_as_bits
+
+Result = tuple[np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Door:
+    """A way in.
+
+    Attributes:
+      run: the output [num_tokens, num_heads, v_head_size] and lse [num_heads, num_tokens] of a case, float64.
+      refuses: why a case can't go this way, or None.
+    """
+
+    run: Callable[[Inputs], Result]
+    refuses: Callable[[Case], str | None]
+
+
+def _float64(out: Any, lse: Any) -> Result:
+    return np.asarray(out).astype(np.float64), np.asarray(lse).astype(np.float64)
+
+
+def _cache(inputs: Inputs, as_bits: bool) -> KVCache:
+    dtype = inputs.key_buffer.dtype
+    buffers = (inputs.key_buffer, inputs.value_buffer)
+    key, value = (stored_as_bits(b) if as_bits else b for b in buffers)
+    return KVCache.from_arrays(
+        jnp.asarray(key),
+        None if value is None else jnp.asarray(value),
+        layout=inputs.case.layout,
+        k_scale=None if inputs.k_scale is None else jnp.asarray(inputs.k_scale),
+        v_scale=None if inputs.v_scale is None else jnp.asarray(inputs.v_scale),
+        dtype=dtype,
+    )
+
+
+def _run_jax(inputs: Inputs) -> Result:
+    batch = PagedBatch.create(inputs.block_table, inputs.seq_lens, inputs.query_start_loc)
+    return _float64(*paged_attention(inputs.query, _cache(inputs, False), batch, return_lse=True, **inputs.options))
+
+
+def _run_jit(inputs: Inputs) -> Result:
+    """Everything traced: nothing about the batch is known when it is compiled."""
+    arrays = {k: v for k, v in inputs.options.items() if isinstance(v, np.ndarray)}
+    static = {k: v for k, v in inputs.options.items() if k not in arrays}
+
+    @jax.jit
+    def call(query: Any, cache: KVCache, table: Any, lens: Any, starts: Any, arrays: Any) -> Any:
+        batch = PagedBatch.create(table, lens, starts)
+        return paged_attention(query, cache, batch, return_lse=True, **static, **arrays)
+
+    args = (inputs.block_table, inputs.seq_lens, inputs.query_start_loc)
+    return _float64(*call(inputs.query, _cache(inputs, True), *args, arrays))
+
+
+def _anything(case: Case) -> str | None:
+    return None
+
+
+def _jit_refuses(case: Case) -> str | None:
+    if max(case.query_lens, default=0) > 32 and case.cache_dtype not in FLOAT8:
+        return "the program would be that of the door jax, with nothing left to the batch's known lengths"
+    return None
+
+
+_TORCH_OPTIONS = {"scale", "causal", "window", "soft_cap", "alibi", "alibi_per_request", "sinks"}
+
+
+def _torch_refuses(case: Case) -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed"
+    if case.layout in ("HND", "VLLM_V0", "2HND", "HN2D"):
+        return f"the function takes caches [num_blocks, block_size, num_kv_heads, head_size], not {case.layout}"
+    unknown = {name for name, _ in case.options} - _TORCH_OPTIONS
+    if unknown:
+        return f"the function has no {', '.join(sorted(unknown))}"
+    if case.cache_dtype == "float32" and case.dtype != "float32":
+        return "the function takes caches of the query's dtype"
+    return None
+
+
+def _torch_arguments(inputs: Inputs) -> tuple[dict[str, Any], Any, Any]:
+    """Keyword arguments that both functions share, and the key and value caches as views of the case's buffers."""
+    import torch
+
+    from jaxpaged.bridge.dlpack import to_torch
+
+    options = dict(inputs.options)
+    window = options.pop("window", None) or (None, None)
+    kwargs: dict[str, Any] = {
+        "causal": options.pop("causal", True),
+        "softmax_scale": options.pop("scale", None),
+        "window_size": tuple(-1 if side is None else side for side in window),
+        "softcap": options.pop("soft_cap", None) or 0.0,
+        "block_table": torch.from_numpy(inputs.block_table),
+        "return_softmax_lse": True,
+    }
+    for ours, theirs in (("alibi_slopes", "alibi_slopes"), ("sinks", "s_aux")):
+        if ours in options:
+            kwargs[theirs] = torch.from_numpy(options[ours])
+    for name, scale in (("k_descale", inputs.k_scale), ("v_descale", inputs.v_scale)):
+        if scale is not None:
+            kwargs[name] = torch.from_numpy(scale).clone()
+    buffers = [None if b is None else to_torch(_aligned(b)) for b in (inputs.key_buffer, inputs.value_buffer)]
+    key, value = buffers
+    assert key is not None
+    if value is None:
+        layout, size = inputs.case.layout, inputs.case.head_size
+        if layout == "NH2D":
+            key, value = key[..., :size], key[..., size:]
+        else:
+            key, value = key.unbind(layout.index("2"))
+    return kwargs, key, value
+
+
+def _aligned(x: np.ndarray) -> np.ndarray:
+    """A copy of a test's buffer at an address that JAX can share."""
+    room = np.empty(x.nbytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    copy = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+def _from_torch(out: Any, lse: Any) -> Result:
+    return out.double().numpy(), lse.double().numpy()
+
+
+def _run_torch_varlen(inputs: Inputs) -> Result:
+    import torch
+
+    from jaxpaged.backends.functional import flash_attn_varlen_func
+    from jaxpaged.bridge.dlpack import to_torch
+
+    kwargs, key, value = _torch_arguments(inputs)
+    out, lse = flash_attn_varlen_func(
+        to_torch(inputs.query),
+        key,
+        value,
+        cu_seqlens_q=torch.from_numpy(inputs.query_start_loc),
+        seqused_k=torch.from_numpy(inputs.seq_lens),
+        **kwargs,
+    )
+    return _from_torch(out, lse)
+
+
+def _run_torch_kvcache(inputs: Inputs) -> Result:
+    import torch
+
+    from jaxpaged.backends.functional import flash_attn_with_kvcache
+    from jaxpaged.bridge.dlpack import to_torch
+
+    kwargs, key, value = _torch_arguments(inputs)
+    case = inputs.case
+    batch = len(case.query_lens)
+    query = to_torch(inputs.query).view(batch, -1, case.num_heads, case.head_size)
+    out, lse = flash_attn_with_kvcache(query, key, value, cache_seqlens=torch.from_numpy(inputs.seq_lens), **kwargs)
+    return _from_torch(out.flatten(0, 1), lse.transpose(0, 1).flatten(1))
+
+
+def _kvcache_refuses(case: Case) -> str | None:
+    if len(set(case.query_lens)) != 1 or case.query_lens[0] == 0 or case.extra_tokens:
+        return "the function takes the same number of queries of each request"
+    return _torch_refuses(case)
+
+
+DOORS = {
+    "jax": Door(_run_jax, _anything),
+    "jax-jit": Door(_run_jit, _jit_refuses),
+    "torch-varlen": Door(_run_torch_varlen, _torch_refuses),
+    "torch-kvcache": Door(_run_torch_kvcache, _kvcache_refuses),
+}
+"""By name: `paged_attention` called eagerly; with everything traced under `jit`, and float8 kept as uint8; and the two
+functions for PyTorch's tensors."""
