@@ -53,7 +53,8 @@ def run_demo(
         engine.add(request)
     parameters = sum(p.numel() for p in model.parameters())
     console.print(
-        f"[bold]jaxpaged demo[/]: a byte-level language model of {parameters:,} parameters in PyTorch; attention over a paged cache of {num_blocks} blocks of {block_size} tokens by jaxpaged. "
+        f"[bold]jaxpaged demo[/]: a byte-level language model of {parameters:,} parameters in PyTorch; "
+        f"attention by jaxpaged, over a paged cache of {num_blocks} blocks of {block_size} tokens. "
         "The first steps compile.\n"
     )
     steps, seconds, peak = _watch(console, engine, requests)

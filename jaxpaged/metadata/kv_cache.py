@@ -138,7 +138,7 @@ class KVCache:
         scales = [
             _check_scale(name, scale, dims, quantized) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
         ]
-        if dtype == jnp.int8 and None in scales:
+        if dtype == jnp.int8 and any(scale is None for scale in scales):
             raise ValueError("k_scale, v_scale: an int8 cache needs both scales, got None")
         return cls(key_cache, value_cache, scales[0], scales[1], layout, dims, dtype)
 

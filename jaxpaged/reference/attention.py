@@ -18,9 +18,18 @@ from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.reference.kv_source import DenseKV, KVSource, PagedKV
 
-TILE_LENS = (1, 16, 128)
-"""New tokens a tile. A request with up to 1 of them uses tiles of 1, up to 32 tiles of 16, more tiles of 128."""
-_LONGEST_QUERY = (1, 32, None)
+
+@dataclasses.dataclass(frozen=True)
+class TileShape:
+    """How requests with up to `longest_query` new tokens are cut: so many tokens a tile, so many positions a chunk."""
+
+    longest_query: int | None
+    tile_len: int
+    chunk_size: int
+
+
+# With 8 kv heads of 128 a chunk of K and V in float32 is 2 MB at most, and so are the scores of a tile of 128.
+TILE_SHAPES = (TileShape(1, 1, 256), TileShape(32, 16, 256), TileShape(None, 128, 128))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +86,7 @@ def ragged_attention(
     Returns:
       The output [num_tokens, num_heads, v_head_size] in `out_dtype` and the lse [num_heads, num_tokens] float32.
     """
-    source = DenseKV(key, value, kv_start_loc, fixed_chunk=False)
+    source = DenseKV(key, value, kv_start_loc)
     return _attend(query, source, query_start_loc, options, out_dtype, max_query_len, empty=key.shape[0] == 0)
 
 
@@ -96,9 +105,10 @@ def _attend(
     if empty or num_tokens == 0 or query_start_loc.shape[0] == 1:
         return out, lse.T
     shortest = 1
-    for tile_len, longest in zip(TILE_LENS, _LONGEST_QUERY, strict=True):
-        tiles = _Tiles(query_start_loc, tile_len, shortest, longest)
-        step = functools.partial(_attend_tile, query, source, options, tiles)
+    for shape in TILE_SHAPES:
+        longest = shape.longest_query
+        tiles = _Tiles(query_start_loc, shape.tile_len, shortest, longest)
+        step = functools.partial(_attend_tile, query, source.with_chunk_size(shape.chunk_size), options, tiles)
         out, lse = lax.fori_loop(0, tiles.count, step, (out, lse))
         if longest is None or (max_query_len is not None and max_query_len <= longest):
             break
@@ -172,7 +182,7 @@ def _attended_range(options: AttentionOptions, first_pos: Any, last_pos: Any, kv
 def _softmax_over_chunks(
     q: Any, q_pos: Any, source: KVSource, request: Any, options: AttentionOptions, low: Any, high: Any
 ) -> tuple[Any, Any, Any]:
-    """A tile's running maximum and sum [num_kv_heads, groups, tile_len] and output [.., v_head_size] over [low, high)."""
+    """Running maximum and sum [num_kv_heads, groups, tile_len] and output [.., v_head_size] over [low, high)."""
     rows = q.shape[:3]
     flat = (source.num_kv_heads, rows[1] * rows[2])
 
@@ -183,7 +193,9 @@ def _softmax_over_chunks(
 
         def update() -> tuple[Any, Any, Any]:
             m, total, acc = state
-            keys, values = source.load(request, chunk, valid)
+            # A value that no row attends to may be anything, NaN too: 0 * NaN is NaN.
+            used = jnp.any(keep, axis=tuple(range(keep.ndim - 1)))
+            keys, values = source.load(request, chunk, lax.optimization_barrier(used))
             s = jnp.einsum("hmd,hcd->hmc", q.reshape(*flat, -1), keys, precision=lax.Precision.HIGHEST)
             s = _modified(s.reshape(*rows, -1), options, request, q_pos, kv_pos)
             s = jnp.where(keep, s, -jnp.inf)

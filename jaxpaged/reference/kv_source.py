@@ -1,7 +1,7 @@
 """Where attention reads keys and values from, a chunk of consecutive positions of one request at a time."""
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,9 +9,6 @@ from jax import lax
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.metadata.layout import Which
 from jaxpaged.reference.rows import blocks_by_head, dequantize
-
-CHUNK_SIZE = 256
-"""Positions read at a time: with 8 heads of 128 a chunk of K and V in float32 fits a 2 MiB cache."""
 
 
 class KVSource(Protocol):
@@ -21,6 +18,9 @@ class KVSource(Protocol):
     num_kv_heads: int
     v_head_size: int
 
+    def with_chunk_size(self, chunk_size: int) -> Self:
+        """The same keys and values in chunks of about this size."""
+
     def chunk_of(self, position: Any) -> Any:
         """The chunk that holds a position."""
 
@@ -28,7 +28,7 @@ class KVSource(Protocol):
         """Positions [chunk_size] int32 of a chunk's rows, and whether each row belongs to the chunk and may be read."""
 
     def load(self, request: Any, chunk: Any, valid: Any) -> tuple[Any, Any]:
-        """A chunk's K [num_kv_heads, chunk_size, head_size] and V [.., v_head_size], float32; V is 0 where not `valid`."""
+        """K [num_kv_heads, chunk_size, head_size] and V [.., v_head_size] in float32; V is 0 where not `valid`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,10 @@ class PagedKV:
     block_table: Any  # [num_reqs, max_blocks_per_req] int32
     kv_lens: Any
     fixed_chunk: bool  # the chunk's size must not depend on the table's width
+    chunk_size: int = 256
+
+    def with_chunk_size(self, chunk_size: int) -> Self:
+        return dataclasses.replace(self, chunk_size=chunk_size)
 
     @property
     def num_kv_heads(self) -> int:
@@ -50,19 +54,19 @@ class PagedKV:
 
     @property
     def _blocks_per_chunk(self) -> int:
-        blocks = max(1, CHUNK_SIZE // self.cache.block_size)
+        blocks = max(1, self.chunk_size // self.cache.block_size)
         return blocks if self.fixed_chunk else min(blocks, self.block_table.shape[1])
 
     @property
     def _chunks_per_block(self) -> int:
         """More than 1 where a block is larger than a chunk."""
-        return -(-self.cache.block_size // CHUNK_SIZE)
+        return -(-self.cache.block_size // self.chunk_size)
 
     def chunk_of(self, position: Any) -> Any:
         block_size = self.cache.block_size
         if self._chunks_per_block == 1:
             return position // (self._blocks_per_chunk * block_size)
-        return position // block_size * self._chunks_per_block + position % block_size // CHUNK_SIZE
+        return position // block_size * self._chunks_per_block + position % block_size // self.chunk_size
 
     def _columns(self, chunk: Any) -> Any:
         """The block table's columns that a chunk reads, [blocks]."""
@@ -72,8 +76,8 @@ class PagedKV:
 
     def _part(self, chunk: Any) -> tuple[Any, Any]:
         """Of a chunk within a block: where its own rows start, and where it is read from so as to stay in the block."""
-        start = chunk % self._chunks_per_block * CHUNK_SIZE
-        return start, jnp.minimum(start, self.cache.block_size - CHUNK_SIZE)
+        start = chunk % self._chunks_per_block * self.chunk_size
+        return start, jnp.minimum(start, self.cache.block_size - self.chunk_size)
 
     def _blocks(self, request: Any, chunk: Any) -> tuple[Any, Any]:
         """Physical blocks of a chunk, made safe to read, and whether each is a real one."""
@@ -91,7 +95,7 @@ class PagedKV:
             own = jnp.ones((block_size,), bool)
         else:
             start, read_from = self._part(chunk)
-            offset = read_from + jnp.arange(CHUNK_SIZE)
+            offset = read_from + jnp.arange(self.chunk_size)
             own = offset >= start
         position = (self._columns(chunk)[:, None] * block_size + offset).reshape(-1)
         valid = (real[:, None] & own).reshape(-1)
@@ -115,18 +119,18 @@ class PagedKV:
                 token_scale = scale[blocks].reshape(-1, self.num_kv_heads).T
         else:
             _, read_from = self._part(chunk)
-            selected = _slice_of_block(cache, which, blocks[0], read_from)
+            selected = _slice_of_block(cache, which, blocks[0], read_from, self.chunk_size)
             if scale is not None and scale.ndim == 3:
-                token_scale = lax.dynamic_slice(scale, (blocks[0], read_from, 0), (1, CHUNK_SIZE, self.num_kv_heads))[
-                    0
-                ].T
+                token_scale = lax.dynamic_slice(
+                    scale, (blocks[0], read_from, 0), (1, self.chunk_size, self.num_kv_heads)
+                )[0].T
         rows = blocks_by_head(selected, cache, which)
         rows = rows.reshape(self.num_kv_heads, -1, rows.shape[-1])
         return dequantize(rows, cache, which, token_scale)
 
 
-def _slice_of_block(cache: KVCache, which: Which, block: Any, slot: Any) -> Any:
-    """`CHUNK_SIZE` slots of one block from `slot` on, with the axes that a selection of one block has."""
+def _slice_of_block(cache: KVCache, which: Which, block: Any, slot: Any, length: int) -> Any:
+    """`length` slots of one block from `slot` on, with the axes that a selection of one block has."""
     axes = cache.layout.axes(which)
     starts: list[Any] = [0] * len(axes)
     sizes = list(cache.buffer(which).shape)
@@ -134,7 +138,7 @@ def _slice_of_block(cache: KVCache, which: Which, block: Any, slot: Any) -> Any:
         if axis == "n":
             starts[i], sizes[i] = block, 1
         elif axis == "s":
-            starts[i], sizes[i] = slot, CHUNK_SIZE
+            starts[i], sizes[i] = slot, length
         elif axis == "2":
             starts[i], sizes[i] = int(which == "value"), 1
         elif axis == "(2d)":
@@ -152,7 +156,10 @@ class DenseKV:
     key: Any  # [total_kv, num_kv_heads, head_size]
     value: Any  # [total_kv, num_kv_heads, v_head_size]
     start_loc: Any  # [num_reqs + 1] int32
-    fixed_chunk: bool
+    chunk_size: int = 256
+
+    def with_chunk_size(self, chunk_size: int) -> Self:
+        return dataclasses.replace(self, chunk_size=chunk_size)
 
     @property
     def kv_lens(self) -> Any:
@@ -168,7 +175,7 @@ class DenseKV:
 
     @property
     def _chunk_size(self) -> int:
-        return min(CHUNK_SIZE, self.key.shape[0])
+        return min(self.chunk_size, self.key.shape[0])
 
     def chunk_of(self, position: Any) -> Any:
         return position // self._chunk_size

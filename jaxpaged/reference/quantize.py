@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 _INT8_MAX = 127  # symmetric: -128 stays unused
 
@@ -30,4 +31,4 @@ def quantize(x: Any, dtype: Any, scale: Any) -> Any:
 def row_scale(x: Any, dtype: Any) -> Any:
     """The scale that makes each row's (last axis) largest magnitude the largest of `dtype`; 1 for a row of zeros."""
     peak = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1)
-    return jnp.where(peak > 0, peak / largest(dtype), 1.0)
+    return jnp.where(peak > 0, peak * np.float32(1 / largest(dtype)), 1.0)

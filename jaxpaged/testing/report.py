@@ -13,7 +13,7 @@ from jaxpaged.testing.verify import Result, run
 
 
 def verify_report(console: Console, *, as_json: bool, doors: list[str] | None, case_filter: str | None) -> int:
-    """Run and print the comparison; the exit code, 1 when a result is out of tolerance and 2 when nothing was asked for."""
+    """Run and print the comparison; the exit code: 1 when a result is out of tolerance, 2 when there is nothing to run."""
     unknown = set(doors or ()) - set(DOORS)
     cases = [case for case in named_cases() if case_filter is None or case_filter in case.name]
     if unknown or not cases:

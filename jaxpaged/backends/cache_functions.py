@@ -1,0 +1,150 @@
+"""vLLM's cache functions for PyTorch tensors, with their signatures; all of them write in place."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from jaxpaged.backends.checks import check_tensors
+from jaxpaged.bridge.torch_cache import TorchCache, valid_pairs, write_kv_
+from jaxpaged.metadata.checks import check_shape
+from jaxpaged.metadata.layout import KVLayout
+
+_STORED = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+Scale = float | torch.Tensor
+
+
+def reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> None:
+    """Write new tokens' keys and values to their slots of a cache, in place. Nothing is copied but the new rows.
+
+    Args:
+      key, value: [num_tokens, num_kv_heads, head_size] float32, bfloat16 or float16, of any strides; heads of `value`
+        may differ in size. There may be more tokens than slots: the first ones are written.
+      key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size], of any strides.
+      slot_mapping: [num_slots] int32 or int64, `block * block_size + offset`. Negative slots and slots past the cache
+        are skipped; of tokens with one slot the last is kept.
+      kv_cache_dtype: "auto" for a cache of the dtype of `key`, or float32, which takes no scales; "fp8" (e4m3),
+        "fp8_e4m3" or "fp8_e5m2" for a cache of that dtype or of uint8; "int8".
+      k_scale, v_scale: what keys and values are divided by to be stored in 8 bits: numbers, or float32 tensors of one
+        element or [num_kv_heads]; of [num_blocks, block_size, num_kv_heads] to be renewed for the tokens written.
+
+    Raises:
+      NotImplementedError: tensors that are not on the CPU.
+      TypeError, ValueError: an argument doesn't fit; nothing has been written.
+    """
+    _write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, KVLayout.of("NHD"))
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> None:
+    """The same for the cache of vLLM's first paged attention kernels.
+
+    Args:
+      key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x].
+      value_cache: [num_blocks, num_kv_heads, head_size, block_size].
+    """
+    _write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, KVLayout.of("VLLM_V0"))
+
+
+def copy_blocks(
+    key_caches: Sequence[torch.Tensor], value_caches: Sequence[torch.Tensor], block_mapping: torch.Tensor
+) -> None:
+    """Copy blocks within the caches of all layers, in place.
+
+    Args:
+      key_caches, value_caches: a tensor [num_blocks, ...] for each layer, of any strides.
+      block_mapping: [n, 2] int32 or int64 pairs of a source and a target block. All sources of a cache are read before
+        its targets are written; pairs with a block out of range are skipped.
+
+    Raises:
+      NotImplementedError: tensors that are not on the CPU.
+      TypeError, ValueError: an argument doesn't fit; nothing has been written.
+    """
+    caches = {f"{name}[{i}]": cache for name, layers in (("key_caches", key_caches), ("value_caches", value_caches))
+              for i, cache in enumerate(layers)}  # fmt: skip
+    check_tensors(block_mapping=block_mapping, **caches)
+    if len(key_caches) != len(value_caches):
+        raise ValueError(f"value_caches: expected {len(key_caches)} layers, as in key_caches, got {len(value_caches)}")
+    for name, cache in caches.items():
+        _check_blocks(name, cache)
+    pairs = {size: valid_pairs(block_mapping, size, size) for size in {cache.shape[0] for cache in caches.values()}}
+    for cache in caches.values():
+        _copy(cache, cache, pairs[cache.shape[0]])
+
+
+def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor) -> None:
+    """Copy blocks of one cache into another, in place: how an engine swaps them out and in.
+
+    Args:
+      src, dst: [num_blocks, ...] of one dtype, of any strides; all but the first axis have the same sizes.
+      block_mapping: [n, 2] int32 or int64 pairs of a block of `src` and one of `dst`, as in `copy_blocks`.
+    """
+    check_tensors(src=src, dst=dst, block_mapping=block_mapping)
+    _check_blocks("src", src)
+    check_shape("dst", dst.shape, ("num_blocks", *src.shape[1:]))
+    if src.dtype != dst.dtype:
+        raise TypeError(f"dst: expected {src.dtype}, the dtype of src, got {dst.dtype}")
+    _copy(src, dst, valid_pairs(block_mapping, src.shape[0], dst.shape[0]))
+
+
+def _write(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    layout: KVLayout,
+) -> None:
+    check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
+    if kv_cache_dtype == "auto":
+        if key_cache.dtype.itemsize == 1:
+            raise TypeError(f"kv_cache_dtype: a cache of {key_cache.dtype} is not 'auto', expected {_names()}")
+        cache = TorchCache.of(key_cache, value_cache, layout=layout)
+    else:
+        if kv_cache_dtype not in _STORED:
+            raise ValueError(f"kv_cache_dtype: expected 'auto', {_names()}, got {kv_cache_dtype!r}")
+        dtype = _STORED[kv_cache_dtype]
+        check_tensors(**{n: s for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if isinstance(s, torch.Tensor)})
+        cache = TorchCache.of(key_cache, value_cache, layout=layout, k_scale=k_scale, v_scale=v_scale, dtype=dtype)
+    write_kv_(cache, key, value, slot_mapping)
+
+
+def _names() -> str:
+    return ", ".join(map(repr, _STORED))
+
+
+def _check_blocks(name: str, cache: torch.Tensor) -> None:
+    if cache.ndim == 0:
+        raise ValueError(f"{name}: expected shape [num_blocks, ...], got []")
+
+
+def _copy(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor) -> None:
+    if src.dtype.is_floating_point and src.dtype.itemsize == 1:  # torch can't index float8
+        src, dst = src.view(torch.uint8), dst.view(torch.uint8)
+    with torch.no_grad():
+        dst[pairs[:, 1]] = src[pairs[:, 0]]
