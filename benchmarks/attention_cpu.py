@@ -73,9 +73,9 @@ def main() -> None:
         rows,
         packages=("jax", "torch", "numpy"),
         notes=[
-            f"{NUM_HEADS} query heads, {NUM_KV_HEADS} kv heads, head_size {HEAD_SIZE}, block size {BLOCK_SIZE}, causal.",
-            "ms: median of 5 rounds of the least of 3 calls, in turns; extra peak: growth of the process during a call, "
-            "output included.",
+            f"{NUM_HEADS} query heads, {NUM_KV_HEADS} kv heads of {HEAD_SIZE}, block size {BLOCK_SIZE}, causal.",
+            "ms: median of 5 rounds of the least of 3 calls, in turns. Extra peak: growth of the process during a "
+            "call, its output included.",
         ],
         file="attention_cpu.md" if arguments.write else None,
     )

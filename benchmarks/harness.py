@@ -112,7 +112,7 @@ def versions(*packages: str) -> str:
 
 
 def report(title: str, rows: list[Row], *, packages: tuple[str, ...], notes: list[str], file: str | None) -> None:
-    """Print the rows, and with `file` write them to `results/` as Markdown, with date, machine, versions and command."""
+    """Print the rows; with `file` write them to `results/` as Markdown, with date, machine, versions and command."""
     table = Table(title=title)
     headings = ("case", "implementation", "ms", "max/min", "extra peak MB", "speed against the first", "difference")
     for heading in headings:
@@ -124,7 +124,7 @@ def report(title: str, rows: list[Row], *, packages: tuple[str, ...], notes: lis
             f"{row.milliseconds:.1f}",
             f"{row.spread:.2f}",
             f"{row.peak_bytes / 1e6:.0f}",
-            f"{row.ratio:.2f}×",
+            f"{row.ratio:.2f}",
             f"{row.error:.1e}",
         )
         for row in rows

@@ -47,7 +47,7 @@ def copies(compiled, num_elements: int) -> list[str]:
 
 
 def check_in_place(compiled, cache: KVCache) -> None:
-    """No operation copies the cache, its buffers are aliased to the results, and temporary memory is smaller than it."""
+    """No operation copies the cache, its buffers are aliased to the results, temporary memory is far smaller."""
     smallest = min(leaf.size for leaf in (cache.key, cache.value) if leaf is not None)
     assert copies(compiled, smallest) == []
     memory = compiled.memory_analysis()

@@ -133,3 +133,17 @@ def test_varying_batches_in_one_bucket_compile_once():
         assert out.shape == (4, 4, 16)
         assert not np.asarray(out[len(lens) :]).any()
     assert traces == 1
+
+
+@pytest.mark.parametrize("name", ["mixed", "decode"])
+def test_nan_outside_every_window_never_shows(name):
+    """An engine may reuse the blocks that a sliding window has left behind."""
+    case = dataclasses.replace(CASES[name], options=(("window", (9, 0)),))
+    inputs = build(case)
+    expected, _ = inputs.expected()
+    key, value = inputs.key_buffer.copy(), inputs.value_buffer.copy()
+    for row, new, length in zip(inputs.block_table, case.query_lens, inputs.seq_lens, strict=True):
+        left_behind = max(0, length - new - 9) // case.block_size
+        key[row[:left_behind]] = value[row[:left_behind]] = np.nan
+    out, _ = _call(dataclasses.replace(inputs, key_buffer=key, value_buffer=value), window=(9, 0))
+    assert np.abs(out - expected).max() < 2e-6 * np.abs(expected).max()

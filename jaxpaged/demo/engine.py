@@ -62,8 +62,13 @@ class StepTensors:
         slots = slot_mapping_from_block_table(
             table, seq_lens, starts, block_size=block_size, num_tokens=int(starts[-1])
         )
-        tensors = (torch.from_numpy(x) for x in (slots.astype(np.int64), table, seq_lens, starts))
-        return cls(*tensors, max_query_len=int(lens.max()))
+        return cls(
+            slot_mapping=torch.from_numpy(slots.astype(np.int64)),
+            block_table=torch.from_numpy(table),
+            seq_lens=torch.from_numpy(seq_lens),
+            query_start_loc=torch.from_numpy(starts),
+            max_query_len=int(lens.max()),
+        )
 
 
 class Engine:
@@ -140,7 +145,7 @@ class Engine:
             reshape_and_cache_flash(
                 key, value, key_cache, value_cache, tensors.slot_mapping, "auto", self._scale, self._scale
             )
-            return flash_attn_varlen_func(
+            output = flash_attn_varlen_func(
                 query,
                 key_cache,
                 value_cache,
@@ -150,6 +155,8 @@ class Engine:
                 causal=True,
                 block_table=tensors.block_table,
             )
+            assert isinstance(output, torch.Tensor)
+            return output
 
         logits = self.model(torch.tensor(tokens), positions, attend)
         return logits[tensors.query_start_loc[1:].long() - 1]

@@ -28,8 +28,8 @@ class TileShape:
     chunk_size: int
 
 
-# With 8 kv heads of 128 a chunk of K and V in float32 is 2 MB at most, and so are the scores of a tile of 128.
-TILE_SHAPES = (TileShape(1, 1, 256), TileShape(32, 16, 256), TileShape(None, 128, 128))
+# With 8 kv heads of 128 a chunk of K and V in float32 is 2 MB at most, the scores of a tile of 64 are 1 MB.
+TILE_SHAPES = (TileShape(1, 1, 256), TileShape(32, 16, 256), TileShape(None, 64, 128))
 
 
 @dataclasses.dataclass(frozen=True)

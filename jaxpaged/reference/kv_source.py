@@ -14,9 +14,15 @@ from jaxpaged.reference.rows import blocks_by_head, dequantize
 class KVSource(Protocol):
     """Keys and values of every request. A chunk is `chunk_size` positions, numbered from the request's start."""
 
-    kv_lens: Any  # [num_reqs] int32, positions that a request has
-    num_kv_heads: int
-    v_head_size: int
+    @property
+    def kv_lens(self) -> Any:
+        """[num_reqs] int32, positions that each request has."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def v_head_size(self) -> int: ...
 
     def with_chunk_size(self, chunk_size: int) -> Self:
         """The same keys and values in chunks of about this size."""

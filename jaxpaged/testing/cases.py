@@ -136,6 +136,7 @@ def _stored(
         stored[~used] = np.nan
         return stored, None, stored.astype(np.float64)
     scale: np.ndarray | None
+    by_row: Any
     if case.scales == "token_head":
         scale = oracle.row_scales(x, dtype)
         by_row = scale[..., None].copy()
@@ -215,9 +216,9 @@ def favour_recent(score: Any, b: Any, h: Any, q_pos: Any, kv_pos: Any) -> Any:
     return score - 0.05 * (q_pos - kv_pos) * (1 + h % 2) + 0.1 * b
 
 
-MIXED = {"query_lens": (5, 1, 0, 40, 1, 3), "seq_lens": (9, 33, 0, 150, 1, 70)}
-DECODE = {"query_lens": (1, 1, 1, 1), "seq_lens": (50, 1, 0, 130)}
-PREFILL = {"query_lens": (37, 1, 16), "seq_lens": (37, 1, 16)}
+MIXED: dict[str, Any] = {"query_lens": (5, 1, 0, 40, 1, 3), "seq_lens": (9, 33, 0, 150, 1, 70)}
+DECODE: dict[str, Any] = {"query_lens": (1, 1, 1, 1), "seq_lens": (50, 1, 0, 130)}
+PREFILL: dict[str, Any] = {"query_lens": (37, 1, 16), "seq_lens": (37, 1, 16)}
 LAYOUTS = ("NHD", "HND", "2NHD", "2HND", "N2HD", "HN2D", "NH2D", "VLLM_V0")
 OPTIONS: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.3},
@@ -252,7 +253,7 @@ def named_cases() -> list[Case]:
     cases += [Case("speculative", (4, 4, 8), (64, 4, 200)), Case("long-prefill", (300,), (300,), block_size=32)]
     cases += [Case("chunked-prefill", (33, 128), (400, 129)), Case("extra-tokens", **MIXED, extra_tokens=7)]
     cases += [Case("shared-prefix", **MIXED, shared=2), Case("many-decodes", (1,) * 33, tuple(range(0, 99, 3)))]
-    cross = {"query_lens": (9, 1, 4), "seq_lens": (3, 20, 0)}
+    cross: dict[str, Any] = {"query_lens": (9, 1, 4), "seq_lens": (3, 20, 0)}
     cases += [Case("cross-attention", **cross, options=(("causal", False),)), Case("more-new-than-all", **cross)]
     cases += [Case(f"option-{n}", **MIXED, options=tuple(o.items())) for n, o in OPTIONS.items()]
     cases += [
@@ -289,5 +290,6 @@ def named_cases() -> list[Case]:
 
 def stored_as_bits(buffer: np.ndarray | None) -> np.ndarray | None:
     """float8 buffers as uint8, as `KVCache.zeros` keeps them."""
-    is_float8 = buffer is not None and buffer.dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
-    return buffer.view(np.uint8) if is_float8 else buffer
+    if buffer is None or buffer.dtype not in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
+        return buffer
+    return buffer.view(np.uint8)

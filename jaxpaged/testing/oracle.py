@@ -115,7 +115,7 @@ def attention(
 
 
 def merge_states(outputs: Array, lses: Array) -> tuple[Array, Array]:
-    """Merge of states [num_states, num_tokens, num_heads, v_head_size] and their lses [num_states, num_heads, num_tokens]."""
+    """Merge states [num_states, num_tokens, num_heads, v_head_size] with lses [num_states, num_heads, num_tokens]."""
     _, num_tokens, num_heads, v_head_size = outputs.shape
     out, lse = np.zeros((num_tokens, num_heads, v_head_size)), np.full((num_heads, num_tokens), -np.inf)
     for token in range(num_tokens):

@@ -13,7 +13,7 @@ from jaxpaged.testing.verify import Result, run
 
 
 def verify_report(console: Console, *, as_json: bool, doors: list[str] | None, case_filter: str | None) -> int:
-    """Run and print the comparison; the exit code: 1 when a result is out of tolerance, 2 when there is nothing to run."""
+    """Run and print the comparison; the exit code: 1 when a result is out of tolerance, 2 with nothing to run."""
     unknown = set(doors or ()) - set(DOORS)
     cases = [case for case in named_cases() if case_filter is None or case_filter in case.name]
     if unknown or not cases:
@@ -53,7 +53,7 @@ def _table(results: list[Result], doors: list[str]) -> Table:
     for r in results:
         row = rows.setdefault(r.case, [r.case, f"{r.tolerance:.1e}"])
         if r.skipped is not None:
-            row.append("[dim]–[/]")
+            row.append("[dim]-[/]")
         else:
             row.append(f"[{'green' if r.ok else 'red'}]{r.error:.1e}  {r.lse_error:.1e}[/]")
     for row in rows.values():

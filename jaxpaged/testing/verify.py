@@ -48,7 +48,7 @@ def compare(case: Case, door_name: str, door: Door) -> Result:
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
-    """Largest difference over the largest magnitude of `expected`; infinite where shapes differ or `got` isn't finite."""
+    """Largest difference over the largest magnitude of `expected`; inf where shapes differ or `got` isn't finite."""
     if got.shape != expected.shape or not np.isfinite(got).all():
         return float("inf")
     if got.size == 0:
