@@ -60,9 +60,8 @@ def run_demo(
     steps, seconds, peak = _watch(console, engine, requests)
     checked = [request.generated == dense_choices(model, request) for request in requests]
     memory = memory_report(engine, addresses)
-    if not console.is_terminal:
-        for request in requests:
-            console.print(_completion(request, len(encode(prefix)), len(request.generated)))
+    for request in requests:
+        console.print(_completion(request, len(encode(prefix)), len(request.generated)))
     console.print(_request_table(requests, checked))
     console.print(_summary(requests, steps, seconds, peak, num_blocks, checked, memory))
     return all(checked) and all(shared for _, _, shared in memory)
@@ -71,7 +70,7 @@ def run_demo(
 def _watch(console: Console, engine: Engine, requests: list[Request]) -> tuple[list[StepResult], list[float], int]:
     """Run all steps, showing each; the steps, the seconds each took, and the most blocks in use."""
     steps, seconds, peak = [], [], 0
-    with Live(console=console, refresh_per_second=12, transient=False, auto_refresh=console.is_terminal) as live:
+    with Live(console=console, refresh_per_second=12, transient=True, auto_refresh=console.is_terminal) as live:
         begin = time.perf_counter()
         for step in engine.run():
             seconds.append(time.perf_counter() - begin)
