@@ -74,7 +74,7 @@ def main() -> None:
         packages=("jax", "torch", "numpy"),
         notes=[
             f"{NUM_HEADS} query heads, {NUM_KV_HEADS} kv heads of {HEAD_SIZE}, block size {BLOCK_SIZE}, causal.",
-            "ms: median of 5 rounds of the least of 3 calls, in turns. Extra peak: growth of the process during a "
+            "ms: median of 9 rounds of the least of 3 calls, in turns. Extra peak: growth of the process during a "
             "call, its output included.",
         ],
         file="attention_cpu.md" if arguments.write else None,

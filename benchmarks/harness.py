@@ -44,7 +44,7 @@ class Row:
 
 
 def compare(
-    case: str, calls: Mapping[str, Callable[[], Any]], *, tolerance: float, rounds: int = 5, repeats: int = 3
+    case: str, calls: Mapping[str, Callable[[], Any]], *, tolerance: float, rounds: int = 9, repeats: int = 3
 ) -> list[Row]:
     """Check and time `calls`, in turns, so that what else the machine does meets all of them alike.
 

@@ -24,7 +24,7 @@ def cases(draw: st.DrawFn) -> Case:
     dtype = draw(st.sampled_from(["float32", "float32", "bfloat16", "float16"]))
     cache_dtype = draw(st.sampled_from([None, None, "float32", *QUANTIZED]))
     layout = draw(st.sampled_from(LAYOUTS))
-    head_size = draw(st.sampled_from([16, 64, 112]))
+    head_size = draw(st.sampled_from([8, 16, 64, 112, 256]))
     separate = layout in ("NHD", "HND", "VLLM_V0")
     num_kv_heads, ratio = draw(st.sampled_from([(1, 1), (2, 3), (1, 4), (1, 7), (2, 8)]))
     return Case(
@@ -35,7 +35,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         v_head_size=draw(st.sampled_from([None, 32])) if separate else None,
-        block_size=draw(st.sampled_from([1, 5, 16, 128])),
+        block_size=draw(st.sampled_from([1, 3, 16, 64, 128])),
         layout=layout,
         dtype=dtype,
         cache_dtype=cache_dtype,
