@@ -24,7 +24,8 @@ def cases(draw: st.DrawFn) -> Case:
     dtype = draw(st.sampled_from(["float32", "float32", "bfloat16", "float16"]))
     cache_dtype = draw(st.sampled_from([None, None, "float32", *QUANTIZED]))
     layout = draw(st.sampled_from(LAYOUTS))
-    head_size = draw(st.sampled_from([8, 16, 64, 112, 256]))
+    # VLLM_V0 splits heads into parts of 16 bytes.
+    head_size = draw(st.sampled_from([16, 64, 112, 256] if layout == "VLLM_V0" else [8, 16, 64, 112, 256]))
     separate = layout in ("NHD", "HND", "VLLM_V0")
     num_kv_heads, ratio = draw(st.sampled_from([(1, 1), (2, 3), (1, 4), (1, 7), (2, 8)]))
     return Case(
