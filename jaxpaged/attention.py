@@ -18,6 +18,7 @@ from jaxpaged.reference.attention import AttentionOptions
 
 QUERY_DTYPES = tuple(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
 Window = tuple[int | None, int | None]
+_UNBOUNDED = 2**30
 
 
 def paged_attention(
@@ -172,8 +173,9 @@ def _checked_window(window: Any) -> Window:
             raise TypeError(f"window: expected an int or None on each side, got {window!r}")
         if side is not None and side < 0:
             raise ValueError(f"window: expected 0 or more, or None for no bound, got {window!r}")
-    left, right = window
-    return (None if left is None else int(left), None if right is None else int(right))
+    # A side that reaches past every position is no bound; added to a position it would overflow int32.
+    left, right = (None if side is None or side >= _UNBOUNDED else int(side) for side in window)
+    return left, right
 
 
 def split_options(options: AttentionOptions) -> tuple[list[Any], tuple[Any, ...]]:

@@ -87,6 +87,16 @@ def test_write_renews_scales_per_token_and_head(dtype):
     assert np.asarray(written.k_scale)[0, 3].tolist() == [1.0, 1.0]  # a row of zeros
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_rows_of_tiny_numbers_stay_finite_and_near(dtype):
+    cache = KVCache.zeros(BLOCKS, SIZE, HEADS, HEAD_SIZE, dtype, scales="token_head")
+    key = rows(0, 3) * np.float32(1e-36)
+    written = write_kv(cache, key, key, np.arange(3, dtype=np.int32))
+    keys, _ = everything(written)
+    assert (np.asarray(written.k_scale) > 0).all()
+    assert np.abs(keys[:3] - key).max() < 1e-1 * np.abs(key).max()
+
+
 def test_quantize_rounds_to_even_saturates_and_keeps_or_zeroes_nan():
     x = jnp.array([0.5, 1.5, -2.5, 1e9, -jnp.inf, jnp.nan])
     assert quantize(x, jnp.int8, 1.0).tolist() == [0, 2, -2, 127, -127, 0]

@@ -147,3 +147,13 @@ def test_nan_outside_every_window_never_shows(name):
         key[row[:left_behind]] = value[row[:left_behind]] = np.nan
     out, _ = _call(dataclasses.replace(inputs, key_buffer=key, value_buffer=value), window=(9, 0))
     assert np.abs(out - expected).max() < 2e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("window", [(None, 2**31 - 1), (2**31 - 1, 2**31 - 1), (2**31 - 1, None), (2**40, 2**40)])
+@pytest.mark.parametrize("name", ["mixed", "cross-attention"])
+def test_a_huge_window_is_no_window(name, window):
+    inputs = build(dataclasses.replace(CASES[name], options=(("causal", False),)))
+    out, lse = _call(inputs, causal=False, window=window)
+    expected, expected_lse = _call(inputs, causal=False)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(lse, expected_lse)

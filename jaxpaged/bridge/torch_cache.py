@@ -188,7 +188,8 @@ def _row_scale(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Per row (last axis) the scale that makes its largest magnitude the largest of `dtype`; 1 for a row of zeros."""
     peak = x.float().abs().amax(-1)
     # XLA compiles a division by a constant to a product.
-    return torch.where(peak > 0, peak * float(np.float32(1) / np.float32(_largest(dtype))), 1.0)
+    scale = peak * float(np.float32(1) / np.float32(_largest(dtype)))
+    return torch.where(peak > 0, scale.clamp_min(torch.finfo(torch.float32).tiny), 1.0)
 
 
 def _largest(dtype: torch.dtype) -> float:

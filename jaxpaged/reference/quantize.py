@@ -29,6 +29,9 @@ def quantize(x: Any, dtype: Any, scale: Any) -> Any:
 
 
 def row_scale(x: Any, dtype: Any) -> Any:
-    """The scale that makes each row's (last axis) largest magnitude the largest of `dtype`; 1 for a row of zeros."""
+    """The scale that makes each row's (last axis) largest magnitude the largest of `dtype`; 1 for a row of zeros.
+
+    It is a normal float32 number at least: a smaller one is flushed to 0, and dividing by it would give NaN.
+    """
     peak = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1)
-    return jnp.where(peak > 0, peak * np.float32(1 / largest(dtype)), 1.0)
+    return jnp.where(peak > 0, jnp.maximum(peak * np.float32(1 / largest(dtype)), jnp.finfo(jnp.float32).tiny), 1.0)
