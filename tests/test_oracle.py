@@ -63,6 +63,18 @@ def test_by_hand():
     assert lse.item() == -np.inf
     out, _ = oracle.attention(q, [k], [v], n, scale=1.0, score_mod=lambda s, b, h, q, kv: s + (kv == 0) * np.log(3))
     np.testing.assert_allclose(out.item(), 6.0)
+    out, lse = oracle.attention(q, [k], [v], n, score_mod=lambda s, b, h, q, kv: s - np.inf)  # masked by score
+    assert out.item() == 0
+    assert lse.item() == -np.inf
+
+
+def test_positions_are_int32():
+    def check(score, b, h, q_pos, kv_pos):
+        assert q_pos.dtype == kv_pos.dtype == b.dtype == h.dtype == np.int32
+        return score
+
+    q, k, v = _dense(2, 5)
+    oracle.attention(q, [k], [v], np.array([2]), score_mod=check)
 
 
 def test_gather_clamps_lengths_and_marks_blocks_out_of_range():

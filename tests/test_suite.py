@@ -45,6 +45,12 @@ def _one_block_wrong(run, inputs):
     return run(dataclasses.replace(inputs, block_table=table))
 
 
+def _one_poison_block(run, inputs):
+    table = inputs.block_table.copy()
+    table[3, 1] = np.setdiff1d(np.arange(len(inputs.key_buffer)), inputs.block_table)[0]
+    return run(dataclasses.replace(inputs, block_table=table))
+
+
 def _last_row_unwritten(run, inputs):
     out, lse = run(inputs)
     out[-1] = np.nan
@@ -61,6 +67,9 @@ def _lse_of_base_two(run, inputs):
     [
         ("mixed", _one_token_too_many),
         ("mixed", _one_block_wrong),
+        ("mixed", _one_poison_block),
+        ("int8-head", _one_token_too_many),
+        ("int8-head", _one_poison_block),
         ("mixed", _last_row_unwritten),
         ("mixed", _lse_of_base_two),
         ("option-soft-cap", _without("soft_cap")),

@@ -25,7 +25,9 @@ class Case:
       options: names and values of arguments of `paged_attention`; "alibi", "alibi_per_request" and "sinks" stand for
         random arrays, functions for themselves.
       shared: how many first blocks every request shares with the first one.
-      extra_tokens: rows of the query that belong to no request.
+      extra_tokens: rows of the query that belong to no request; they hold NaN.
+      short_table: the table is a block too narrow for the longest request, whose length is clamped.
+      bad_blocks: the first block of every other request of several blocks is out of range.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     shared: int = 0
     extra_tokens: int = 0
+    short_table: bool = False
+    bad_blocks: bool = False
     seed: int = 0
 
 
@@ -51,6 +55,7 @@ class Inputs:
     """A case's arrays, all NumPy; buffers in the case's layout, poisoned where no request may read.
 
     Attributes:
+      slot_mapping: [num_tokens] int32, where each new token's key and value lie; -1 for one that has no slot.
       options: arguments of `paged_attention`.
       key_values, value_values: what the cache holds, in float64 [num_blocks, block_size, num_kv_heads, head_size].
     """
@@ -64,6 +69,7 @@ class Inputs:
     block_table: np.ndarray
     seq_lens: np.ndarray
     query_start_loc: np.ndarray
+    slot_mapping: np.ndarray
     options: dict[str, Any]
     key_values: np.ndarray
     value_values: np.ndarray
@@ -85,7 +91,9 @@ def build(case: Case) -> Inputs:
     used = np.zeros((num_blocks, case.block_size), bool)
     for row, length in zip(table, seq_lens, strict=True):
         position = np.arange(min(length, len(row) * case.block_size))
-        used[row[position // case.block_size], position % case.block_size] = True
+        block = row[position // case.block_size]
+        real = (block >= 0) & (block < num_blocks)
+        used[block[real], position[real] % case.block_size] = True
     key, k_scale, key_values = _stored(
         case, rng, (num_blocks, case.block_size, case.num_kv_heads, dims.head_size), used
     )
@@ -95,9 +103,11 @@ def build(case: Case) -> Inputs:
     key_buffer, value_buffer = _laid_out(KVLayout.of(case.layout), dims, key, value)
     starts = np.concatenate([np.zeros(1, np.int32), np.cumsum(case.query_lens, dtype=np.int32)])
     query_shape = (int(starts[-1]) + case.extra_tokens, case.num_heads, case.head_size)
+    query = rng.standard_normal(query_shape).astype(case.dtype)
+    query[starts[-1] :] = np.nan
     return Inputs(
         case=case,
-        query=rng.standard_normal(query_shape).astype(case.dtype),
+        query=query,
         key_buffer=key_buffer,
         value_buffer=value_buffer,
         k_scale=k_scale,
@@ -105,6 +115,7 @@ def build(case: Case) -> Inputs:
         block_table=table,
         seq_lens=seq_lens,
         query_start_loc=starts,
+        slot_mapping=_slot_mapping(case, table, num_blocks),
         options=_drawn_options(case, rng),
         key_values=key_values,
         value_values=value_values,
@@ -122,7 +133,19 @@ def _block_table(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, int]
         own = [free.pop() for _ in range(n)]
         common = min(case.shared, n, needed[0])
         table[i, :n] = [*table[0, :common], *own[common:]] if i else own
-    return table, num_blocks
+        if case.bad_blocks and n > 1:
+            table[i, 0] = (-1, num_blocks, 2**31 - 1, table[i, 0])[i % 4]
+    return table[:, : max(needed) - 1] if case.short_table else table, num_blocks
+
+
+def _slot_mapping(case: Case, table: np.ndarray, num_blocks: int) -> np.ndarray:
+    slots = []
+    for row, query_len, seq_len in zip(table, case.query_lens, case.seq_lens, strict=True):
+        length = min(seq_len, len(row) * case.block_size)
+        for position in range(length - query_len, length):
+            block = int(row[position // case.block_size]) if position >= 0 else -1
+            slots.append(block * case.block_size + position % case.block_size if 0 <= block < num_blocks else -1)
+    return np.array(slots + [-1] * case.extra_tokens, np.int32)
 
 
 def _stored(
@@ -150,7 +173,7 @@ def _stored(
     else:
         scale, by_row = None, np.float32(1)
     stored = oracle.quantize(x, dtype, by_row)
-    values = stored.astype(np.float64) * by_row
+    values = oracle.dequantize(stored, by_row)
     stored[~used] = 101 if dtype == "int8" else np.nan
     return stored, scale, values
 
@@ -211,6 +234,11 @@ def nothing_early(b: Any, h: Any, q_pos: Any, kv_pos: Any) -> Any:
     return (q_pos >= 5) & (kv_pos >= 4)
 
 
+def only_even_queries(score: Any, b: Any, h: Any, q_pos: Any, kv_pos: Any) -> Any:
+    """A mask by score: -inf for every other query, whose rows stay empty."""
+    return jnp.where(q_pos % 2 == 0, score, -jnp.inf)
+
+
 def favour_recent(score: Any, b: Any, h: Any, q_pos: Any, kv_pos: Any) -> Any:
     """A penalty by distance that depends on head and request."""
     return score - 0.05 * (q_pos - kv_pos) * (1 + h % 2) + 0.1 * b
@@ -234,6 +262,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mask-mod": {"mask_mod": every_third},
     "mask-mod-empty-rows": {"mask_mod": nothing_early, "sinks": True},
     "score-mod": {"score_mod": favour_recent},
+    "score-mod-empty-rows": {"score_mod": only_even_queries},
     "batch-invariant": {"batch_invariant": True},
     "everything": {
         "window": (30, 0), "soft_cap": 5.0, "alibi": True, "sinks": True, "mask_mod": every_third,
@@ -255,6 +284,7 @@ def named_cases() -> list[Case]:
     cases += [Case("shared-prefix", **MIXED, shared=2), Case("many-decodes", (1,) * 33, tuple(range(0, 99, 3)))]
     cross: dict[str, Any] = {"query_lens": (9, 1, 4), "seq_lens": (3, 20, 0)}
     cases += [Case("cross-attention", **cross, options=(("causal", False),)), Case("more-new-than-all", **cross)]
+    cases += [Case("table-too-narrow", **MIXED, short_table=True), Case("bad-blocks", **MIXED, bad_blocks=True)]
     cases += [Case(f"option-{n}", **MIXED, options=tuple(o.items())) for n, o in OPTIONS.items()]
     cases += [
         Case(f"decode-{n}", **DECODE, options=tuple(OPTIONS[n].items()), num_heads=8)

@@ -81,8 +81,8 @@ def attention(
     first = 0
     for b, query_len in enumerate(int(n) for n in query_lens):
         kv_len = len(keys[b])
-        q_pos = kv_len - query_len + np.arange(query_len)[:, None]
-        kv_pos = np.arange(kv_len)[None, :]
+        q_pos = np.int32(kv_len - query_len) + np.arange(query_len, dtype=np.int32)[:, None]
+        kv_pos = np.arange(kv_len, dtype=np.int32)[None, :]
         for h in range(num_heads):
             q = query[first : first + query_len, h].astype(np.float64)
             scores = scale * (q @ keys[b][:, h // (num_heads // num_kv_heads)].T)
@@ -94,13 +94,14 @@ def attention(
                 slope = np.float64(alibi_slopes[h] if alibi_slopes.ndim == 1 else alibi_slopes[b, h])
                 scores = scores + slope * (kv_pos - q_pos)
             kept = np.ones((query_len, kv_len), bool) if valid is None else np.tile(valid[b], (query_len, 1))
+            kept &= scores != -np.inf  # a score_mod may mask, too
             if causal:
                 kept &= kv_pos <= q_pos
             left, right = window if window is not None else (None, None)
             if left is not None:
-                kept &= kv_pos >= q_pos - left
+                kept &= kv_pos >= q_pos.astype(np.int64) - left
             if right is not None:
-                kept &= kv_pos <= q_pos + right
+                kept &= kv_pos <= q_pos.astype(np.int64) + right
             if mask_mod is not None:
                 kept &= np.asarray(mask_mod(np.int32(b), np.int32(h), q_pos, kv_pos))
             v = values[b][:, h // (num_heads // num_kv_heads)]
@@ -108,7 +109,8 @@ def attention(
                 row = scores[i, kept[i]]
                 weights = np.exp(row - row.max())
                 lse[h, first + i] = row.max() + np.log(weights.sum())
-                share = 1.0 if sinks is None else 1.0 / (1.0 + np.exp(np.float64(sinks[h]) - lse[h, first + i]))
+                own = lse[h, first + i]
+                share = 1.0 if sinks is None else np.exp(own - np.logaddexp(own, np.float64(sinks[h])))
                 out[first + i, h] = share * (weights / weights.sum()) @ v[kept[i]]
         first += query_len
     return out, lse
@@ -143,3 +145,53 @@ def row_scales(x: Array, dtype: str) -> Array:
     """The scale of each row [.., head_size]: its largest magnitude over the dtype's largest number, 1 for zeros."""
     peak = np.abs(np.asarray(x, np.float32)).max(-1)
     return np.where(peak > 0, peak / np.float32(_LARGEST[dtype]), 1).astype(np.float32)
+
+
+def dequantize(stored: Array, scale: Any) -> Array:
+    """Stored numbers times their scale, float64."""
+    return stored.astype(np.float64) * np.asarray(scale, np.float64)
+
+
+def write_kv(
+    cache: Array, scale: Array | None, rows: Array, slot_mapping: Array, dtype: str
+) -> tuple[Array, Array | None]:
+    """New tokens put into the keys or the values of a cache, token by token.
+
+    Args:
+      cache: [num_blocks, block_size, num_kv_heads, head_size], in its stored dtype.
+      scale: of an 8-bit cache: [], [num_kv_heads], or [num_blocks, block_size, num_kv_heads], then renewed; None for 1.
+      rows: [num_tokens, num_kv_heads, head_size].
+      slot_mapping: [num_slots]; slots out of range are skipped.
+      dtype: name of the stored dtype.
+
+    Returns:
+      Copies of the cache and of the scale, written.
+    """
+    cache, scale = cache.copy(), None if scale is None else np.array(scale)
+    num_blocks, block_size = cache.shape[:2]
+    for row, slot in zip(rows, slot_mapping, strict=False):
+        if not 0 <= slot < num_blocks * block_size:
+            continue
+        block, offset = divmod(int(slot), block_size)
+        if dtype not in _LARGEST:
+            cache[block, offset] = row.astype(cache.dtype)
+            continue
+        own = np.array(1, np.float32) if scale is None else scale
+        if scale is not None and scale.ndim == 3:
+            own = scale[block, offset] = row_scales(row, dtype)
+        cache[block, offset] = quantize(row, dtype, own if own.ndim == 0 else own[:, None])
+    return cache, scale
+
+
+def swap_blocks(src: Array, dst: Array, src_to_dst: Any) -> Array:
+    """A copy of `dst` [num_blocks, ...] with blocks of `src` in it; pairs with a block out of range are skipped."""
+    result = dst.copy()
+    for source, target in src_to_dst:
+        if 0 <= source < len(src) and 0 <= target < len(dst):
+            result[target] = src[source]
+    return result
+
+
+def copy_blocks(cache: Array, src_to_dst: Any) -> Array:
+    """A copy of `cache` [num_blocks, ...] with blocks copied within it, all read before any is written."""
+    return swap_blocks(cache, cache, src_to_dst)

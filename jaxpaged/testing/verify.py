@@ -14,6 +14,7 @@ class Result:
     """How far a door's results are from the oracle's for one case.
 
     Attributes:
+      dtype: of the query.
       error: largest difference of outputs, over the largest output of the oracle.
       lse_error: likewise of the finite lses (an lse of float32, whatever the output's dtype).
       skipped: why the case was not run, or None.
@@ -21,6 +22,7 @@ class Result:
 
     case: str
     door: str
+    dtype: str
     error: float
     lse_error: float
     tolerance: float
@@ -35,7 +37,7 @@ def compare(case: Case, door_name: str, door: Door) -> Result:
     """Run one case through one door."""
     reason = door.refuses(case)
     if reason is not None:
-        return Result(case.name, door_name, 0.0, 0.0, tolerance(case), True, reason)
+        return Result(case.name, door_name, case.dtype, 0.0, 0.0, tolerance(case), True, reason)
     inputs = build(case)
     expected, expected_lse = inputs.expected()
     out, lse = door.run(inputs)
@@ -44,7 +46,7 @@ def compare(case: Case, door_name: str, door: Door) -> Result:
     if not np.array_equal(np.isneginf(lse), np.isneginf(expected_lse)):
         lse_error = np.inf
     ok = error <= tolerance(case) and lse_error <= LSE_TOLERANCE
-    return Result(case.name, door_name, error, lse_error, tolerance(case), ok)
+    return Result(case.name, door_name, case.dtype, error, lse_error, tolerance(case), ok)
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
