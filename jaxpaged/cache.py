@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxpaged.attention import QUERY_DTYPES, check_array_like
 from jaxpaged.implementations import choose
-from jaxpaged.metadata.checks import check_dtype, check_shape, is_concrete
-from jaxpaged.metadata.kv_cache import CACHE_DTYPES, KVCache
+from jaxpaged.metadata.checks import as_int32_indices, check_dtype, check_shape, is_concrete
+from jaxpaged.metadata.kv_cache import CACHE_DTYPES, KVCache, scale_ranks
 from jaxpaged.metadata.layout import KVLayout
 from jaxpaged.reference import cache_ops
 
@@ -83,7 +83,7 @@ def swap_blocks(src: KVCache, dst: KVCache, src_to_dst: Any, *, implementation: 
         ("layout", src.layout.name, dst.layout.name),
         ("dtype", (src.dtype.name, src.key.dtype.name), (dst.dtype.name, dst.key.dtype.name)),
         ("block shape", _block_dims(src), _block_dims(dst)),
-        ("scale shapes", _scale_ranks(src), _scale_ranks(dst)),
+        ("scale shapes", scale_ranks(src), scale_ranks(dst)),
     ):
         if ours != theirs:
             raise ValueError(f"dst: expected the {what} of src, {ours}, got {theirs}")
@@ -152,10 +152,8 @@ def _checked_pairs(src_to_dst: Any) -> Any:
 
 
 def _kept_in_range(x: Any) -> Any:
-    """NumPy int64 indices as int32, those that int32 can't hold as -1: JAX would wrap them around to other indices."""
-    if not isinstance(x, np.ndarray) or x.dtype == np.int32:
-        return x
-    return np.where((x >= 0) & (x <= np.iinfo(np.int32).max), x, -1).astype(np.int32)
+    """NumPy int64 indices as int32, since JAX without x64 would wrap large ones around to other indices."""
+    return as_int32_indices(x) if isinstance(x, np.ndarray) else x
 
 
 def _empty_like(cache: KVCache, num_blocks: int) -> KVCache:
@@ -177,8 +175,3 @@ def _empty_like(cache: KVCache, num_blocks: int) -> KVCache:
 
 def _block_dims(cache: KVCache) -> tuple[int, ...]:
     return (cache.block_size, cache.num_kv_heads, cache.head_size, cache.v_head_size)
-
-
-def _scale_ranks(cache: KVCache) -> tuple[int | None, int | None]:
-    k, v = (None if s is None else s.ndim for s in (cache.k_scale, cache.v_scale))
-    return k, v

@@ -6,12 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from jaxpaged.bridge.dlpack import to_numpy
-from jaxpaged.bridge.torch_cache import ACTIVATION_DTYPES
-from jaxpaged.metadata.checks import check_shape, shape_text
-
-_INT_DTYPES = (torch.int32, torch.int64)
-_INT32_MAX = np.iinfo(np.int32).max
+from jaxpaged.bridge.dlpack import refuse_grad, to_numpy
+from jaxpaged.bridge.torch_cache import ACTIVATION_DTYPES, check_ints
+from jaxpaged.metadata.checks import INT32_MAX, check_shape, shape_text
 
 
 def check_tensors(**tensors: Any) -> None:
@@ -26,11 +23,7 @@ def check_tensors(**tensors: Any) -> None:
                 f"{name}: expected a tensor on the CPU, got one on {x.device}: GPU kernels will come "
                 f"through this function, but have not yet"
             )
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name}: it requires grad, and gradients are not supported; call under torch.no_grad() or "
-                f"pass .detach()"
-            )
+        refuse_grad(x, name)
 
 
 def check_activation(
@@ -50,8 +43,7 @@ def check_heads(q: torch.Tensor, num_kv_heads: int) -> None:
 
 
 def check_int_tensor(name: str, x: torch.Tensor, shape: tuple[int | str, ...]) -> None:
-    if x.dtype not in _INT_DTYPES:
-        raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {x.dtype}")
+    check_ints(name, x)
     check_shape(name, x.shape, shape)
 
 
@@ -59,7 +51,7 @@ def lengths(name: str, x: torch.Tensor, num_reqs: int) -> np.ndarray:
     """Lengths [num_reqs] as int32, read on the host."""
     check_int_tensor(name, x, (num_reqs,))
     values = to_numpy(x)
-    if values.size and (values.min() < 0 or values.max() > _INT32_MAX):
+    if values.size and (values.min() < 0 or values.max() > INT32_MAX):
         raise ValueError(f"{name}: expected lengths of 0 or more, got {values.min()} to {values.max()}")
     return values.astype(np.int32)
 

@@ -26,7 +26,7 @@ from jaxpaged.reference import attention as reference
 
 State = tuple[torch.Tensor, torch.Tensor | None]
 _LEAST = 16
-_QUERY_LENS = (1, 32)
+_QUERY_LENS = tuple(shape.longest_query for shape in reference.TILE_SHAPES if shape.longest_query is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +223,6 @@ def _coarse(size: int) -> int:
 
 
 def _query_len_class(starts: np.ndarray) -> int | None:
-    """An upper bound of new tokens per request out of three, each of which has a program of its own."""
+    """The longest query of the tile shapes that the requests need; None when they need all."""
     longest = int(np.diff(starts).max(initial=1))
     return next((bound for bound in _QUERY_LENS if longest <= bound), None)

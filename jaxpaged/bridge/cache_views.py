@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
 import torch
 
 from jaxpaged.bridge.dlpack import share_kv_cache, share_scale
+from jaxpaged.bridge.memory import array_at
 from jaxpaged.metadata.kv_cache import KVCache
 
 _MAX_VIEWS = 4096
@@ -31,19 +31,12 @@ def cache_view(key_cache: torch.Tensor, value_cache: torch.Tensor, k_scale: Any,
     return dataclasses.replace(view, k_scale=k_scale, v_scale=v_scale)
 
 
-class _Memory:
-    """Bytes at an address, for `np.asarray`."""
-
-    def __init__(self, address: int, num_bytes: int):
-        self.__array_interface__ = {"data": (address, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
-
-
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same memory that does not keep it from being freed."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
         return tensor
-    memory = torch.from_numpy(np.asarray(_Memory(storage.data_ptr(), storage.nbytes()))).untyped_storage()
+    memory = torch.from_numpy(array_at(storage.data_ptr(), storage.nbytes(), "|u1")).untyped_storage()
     return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
         memory, tensor.storage_offset(), tensor.shape, tensor.stride()
     )

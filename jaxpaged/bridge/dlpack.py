@@ -241,15 +241,20 @@ def _check_kind(x: Any, name: str) -> None:
         raise TypeError(f"{name}: expected a tensor or an array, got {type(x).__name__}")
 
 
-def _without_grad(x: Any, name: str) -> Any:
-    if isinstance(x, np.ndarray) or not x.requires_grad:
-        return x
+def refuse_grad(x: "torch.Tensor", name: str) -> None:
+    """Raise ValueError for a tensor whose gradient PyTorch keeps track of."""
     import torch
 
-    if torch.is_grad_enabled():
+    if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name}: it requires grad, and gradients are not supported; call under torch.no_grad() or pass .detach()"
         )
+
+
+def _without_grad(x: Any, name: str) -> Any:
+    if isinstance(x, np.ndarray) or not x.requires_grad:
+        return x
+    refuse_grad(x, name)
     return x.detach()
 
 

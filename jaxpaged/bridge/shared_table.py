@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.bridge.dlpack import words_to_slots
+from jaxpaged.bridge.memory import array_at
 from jaxpaged.metadata.checks import shape_text
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class SharedTable:
         start = address // _PAGE_BYTES * _PAGE_BYTES
         end = -(-(address + num_words * _WORD_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
         place = np.array([(address - start) // _WORD_BYTES, *strides, *table.shape], np.int32)
-        return cls(np.asarray(_Memory(start, (end - start) // _WORD_BYTES, table)), place, words_per_int)
+        return cls(array_at(start, (end - start) // _WORD_BYTES, "<i4", owner=table), place, words_per_int)
 
     def read(self, rows: int, columns: int) -> Any:
         """The table as [rows, columns] int32, cut or filled up with -1; int64 that int32 can't hold is -1 as well."""
@@ -70,11 +71,3 @@ class SharedTable:
         if self.words_per_int == 1:
             return jnp.where(inside, self.words[at], -1)
         return jnp.where(inside, words_to_slots(self.words[jnp.stack([at, at + 1], -1)]), -1)
-
-
-class _Memory:
-    """Memory as int32 words from an address on, for `np.asarray`, whose array keeps this object and so the owner."""
-
-    def __init__(self, address: int, num_words: int, owner: Any):
-        self.__array_interface__ = {"data": (address, False), "shape": (num_words,), "typestr": "<i4", "version": 3}
-        self.owner = owner

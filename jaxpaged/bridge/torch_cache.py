@@ -9,7 +9,9 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from jaxpaged.bridge.dlpack import refuse_grad
 from jaxpaged.metadata.checks import check_shape, shape_text
+from jaxpaged.metadata.kv_cache import scale_ranks
 from jaxpaged.metadata.layout import CacheDims, KVLayout, Which
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -129,7 +131,7 @@ def swap_blocks_(src: TorchCache, dst: TorchCache, src_to_dst: torch.Tensor) -> 
         ("dtype", (src.dtype, src.key.dtype), (dst.dtype, dst.key.dtype)),
         ("block shape", dataclasses.replace(src.dims, num_blocks=0), dataclasses.replace(dst.dims, num_blocks=0)),
         ("x", src.key.shape[-1], dst.key.shape[-1]),
-        ("scale shapes", _scale_ranks(src), _scale_ranks(dst)),
+        ("scale shapes", scale_ranks(src), scale_ranks(dst)),
     ):
         if ours != theirs:
             raise ValueError(f"dst: expected the {what} of src, {ours}, got {theirs}")
@@ -146,7 +148,7 @@ def swap_blocks_(src: TorchCache, dst: TorchCache, src_to_dst: torch.Tensor) -> 
 def valid_pairs(src_to_dst: torch.Tensor, num_src: int, num_dst: int) -> torch.Tensor:
     """The pairs [m, 2] int64 whose blocks exist, with one pair, the last, for each target."""
     _check_tensors(src_to_dst=src_to_dst)
-    _check_ints("src_to_dst", src_to_dst)
+    check_ints("src_to_dst", src_to_dst)
     check_shape("src_to_dst", src_to_dst.shape, ("n", 2))
     src = src_to_dst[:, 0]
     pairs = src_to_dst[(src >= 0) & (src < num_src)]
@@ -166,7 +168,7 @@ def check_new_tokens(cache: TorchCache, key: torch.Tensor, value: torch.Tensor, 
     check_shape("value", value.shape, (key.shape[0], heads, cache.dims.v_head_size))
     if cache.dtype not in (*QUANTIZED_DTYPES, key.dtype, torch.float32):
         raise TypeError(f"key: a cache of {cache.dtype} takes keys and values of its own dtype, got {key.dtype}")
-    _check_ints("slot_mapping", slot_mapping)
+    check_ints("slot_mapping", slot_mapping)
     check_shape("slot_mapping", slot_mapping.shape, ("num_slots",))
 
 
@@ -272,21 +274,13 @@ def _check_tensors(**tensors: Any) -> None:
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if x.device.type != "cpu":
             raise ValueError(f"{name}: expected a tensor on the CPU, got one on {x.device}")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name}: it requires grad, and gradients are not supported; call under torch.no_grad() or "
-                f"pass .detach()"
-            )
+        refuse_grad(x, name)
 
 
-def _check_ints(name: str, x: torch.Tensor) -> None:
+def check_ints(name: str, x: torch.Tensor) -> None:
+    """Raise TypeError unless `x` is of int32 or int64."""
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {x.dtype}")
-
-
-def _scale_ranks(cache: TorchCache) -> tuple[int | None, int | None]:
-    k, v = (None if s is None else s.ndim for s in (cache.k_scale, cache.v_scale))
-    return k, v
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

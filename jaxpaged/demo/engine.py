@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from jaxpaged.backends.functional import flash_attn_varlen_func, reshape_and_cache_flash
-from jaxpaged.bridge.dlpack import share_kv_cache
+from jaxpaged.bridge.dlpack import share_kv_cache, to_numpy
 from jaxpaged.bridge.shared_table import SharedTable
 from jaxpaged.demo.model import DemoModel, dense_attend
 from jaxpaged.demo.scheduler import Request, ScheduledRequest, Scheduler
@@ -180,6 +180,7 @@ def memory_report(engine: Engine, addresses: list[int]) -> list[tuple[str, str, 
     caches = engine.kv_caches
     seen = [share_kv_cache(*cache.unbind(0)).key.unsafe_buffer_pointer() for cache in caches]
     in_place = [cache.data_ptr() for cache in caches] == addresses == seen
+    slots = engine.last_tensors.slot_mapping
     table = SharedTable.of(engine.last_tensors.block_table)
     start, at = table.words.ctypes.data, engine.last_tensors.block_table.data_ptr()
     return [
@@ -188,6 +189,6 @@ def memory_report(engine: Engine, addresses: list[int]) -> list[tuple[str, str, 
         (
             "slot mapping, int64",
             "PyTorch reads it as it is, JAX never does",
-            engine.last_tensors.slot_mapping.dtype == torch.int64,
+            to_numpy(slots).ctypes.data == slots.data_ptr(),
         ),
     ]

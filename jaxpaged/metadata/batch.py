@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.metadata.buckets import next_bucket
-from jaxpaged.metadata.checks import check_positive, check_shape, is_concrete, on_host, shape_text
+from jaxpaged.metadata.checks import INT32_MAX, check_positive, check_shape, is_concrete, on_host, shape_text
 from jaxpaged.metadata.slots import PAD_SLOT_ID, slot_mapping_from_block_table
-
-_INT32_MAX = np.iinfo(np.int32).max
 
 
 @jax.tree_util.register_dataclass
@@ -183,7 +181,7 @@ def _int_array(name: str, x: Any, *, keep_int64: bool = False, allow_large: bool
     if x.dtype.itemsize < 4:
         return x.astype(np.int32)
     xp = np if isinstance(x, np.ndarray) else jnp
-    fits = x <= _INT32_MAX if x.dtype.kind == "u" else (x <= _INT32_MAX) & (x >= -_INT32_MAX - 1)
+    fits = x <= INT32_MAX if x.dtype.kind == "u" else (x <= INT32_MAX) & (x >= -INT32_MAX - 1)
     if not allow_large and on_host(x) and not fits.all():
         raise ValueError(f"{name}: values must fit int32, got {x.min()} to {x.max()}")
     return xp.where(fits, x.astype(np.int32), -1)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.metadata.checks import check_positive, check_shape, on_host
+from jaxpaged.metadata.checks import as_int32_indices, check_positive, check_shape, on_host
 
 
 def blocks_needed(seq_lens: Any, block_size: int) -> Any:
@@ -80,7 +80,7 @@ def physical_to_logical(
         used = blocks_needed(seq_lens, check_positive("block_size", block_size))
         check_shape("seq_lens", used.shape, (num_reqs,))
         used = used.clip(max=width).astype(np.int32)
-    return _inverse(_as_int32(table), used, int(num_blocks), bool(reserve_block_zero))
+    return _inverse(as_int32_indices(table), used, int(num_blocks), bool(reserve_block_zero))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -95,14 +95,6 @@ def _inverse(table: Any, used: Any, num_blocks: int, reserve_block_zero: bool) -
     inverse = jnp.full((num_reqs, num_blocks), -1, jnp.int32)
     inverse = inverse.at[jnp.arange(num_reqs)[:, None], target].max(logical, mode="drop")
     return inverse.at[:, 0].set(-1) if reserve_block_zero else inverse
-
-
-def _as_int32(table: Any) -> Any:
-    """The table as int32; entries that would wrap around to other blocks become -1."""
-    if table.dtype == np.int32 or table.dtype.itemsize < 4:
-        return table.astype(np.int32)
-    xp = jnp if isinstance(table, jax.Array) else np
-    return xp.where((table >= 0) & (table <= np.iinfo(np.int32).max), table.astype(np.int32), -1)
 
 
 def _check_integers(name: str, x: Any) -> None:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+INT32_MAX = int(np.iinfo(np.int32).max)
+
 # A dimension of an expected shape: a number that must match, or the name of one that may be anything.
 Dim = int | str
 
@@ -52,3 +54,11 @@ def on_host(x: Any) -> bool:
     if isinstance(x, jax.Array):
         return all(device.platform == "cpu" for device in x.devices())
     return True
+
+
+def as_int32_indices(x: Any) -> Any:
+    """Blocks or slots as int32; those that int32 can't hold become -1, which is none, instead of wrapping around."""
+    if x.dtype == np.int32 or x.dtype.itemsize < 4:
+        return x.astype(np.int32)
+    xp = jnp if isinstance(x, jax.Array) else np
+    return xp.where((x >= 0) & (x <= INT32_MAX), x.astype(np.int32), -1)

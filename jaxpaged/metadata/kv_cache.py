@@ -214,3 +214,9 @@ def _check_scale(name: str, scale: Any, dims: CacheDims, quantized: bool) -> Any
             f"{name}: expected shape {' or '.join(map(shape_text, shapes))}, got {shape_text(scale.shape)}"
         )
     return scale
+
+
+def scale_ranks(cache: Any) -> tuple[int | None, int | None]:
+    """How many axes the scales of a KVCache, or of one that PyTorch owns, have: None for a scale that there isn't."""
+    k, v = (None if scale is None else scale.ndim for scale in (cache.k_scale, cache.v_scale))
+    return k, v

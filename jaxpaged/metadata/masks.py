@@ -22,12 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.metadata.checks import check_positive, shape_text
+from jaxpaged.metadata.checks import INT32_MAX, check_positive, shape_text
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
-_INT32_MAX = np.iinfo(np.int32).max
 _STATIC: Any = {"static": True}
 
 
@@ -100,8 +99,8 @@ class SlidingWindowMask:
                 continue
             if isinstance(side, bool) or not isinstance(side, int | np.integer):
                 raise TypeError(f"{name}: expected an int or None, got {side!r}")
-            if not 0 <= side <= _INT32_MAX:
-                raise ValueError(f"{name}: expected 0 to {_INT32_MAX}, or None for no bound, got {side}")
+            if not 0 <= side <= INT32_MAX:
+                raise ValueError(f"{name}: expected 0 to {INT32_MAX}, or None for no bound, got {side}")
             object.__setattr__(self, name, int(side))
 
     def __call__(self, b: Any, h: Any, q_pos: Any, kv_pos: Any) -> Any:

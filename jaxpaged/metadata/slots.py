@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.metadata.checks import check_positive
-
-_INT32_MAX = np.iinfo(np.int32).max
+from jaxpaged.metadata.checks import INT32_MAX, check_positive
 
 PAD_SLOT_ID = -1
 """The slot of a token that is not to be written."""
@@ -55,7 +53,7 @@ def slot_mapping_from_block_table(
     position = seq_lens[row] - starts[row + 1] + xp.arange(num_tokens, dtype=xp.int32)
     block = block_table[row, xp.clip(position // block_size, 0, width - 1)]
     valid = (request < num_reqs) & (position >= 0) & (position < width * block_size)
-    valid &= (block >= 0) & (block < _INT32_MAX // block_size)  # a garbage block must not wrap around to a real slot
+    valid &= (block >= 0) & (block < INT32_MAX // block_size)  # a garbage block must not wrap around to a real slot
     return xp.where(valid, block * block_size + position % block_size, PAD_SLOT_ID).astype(xp.int32)
 
 
