@@ -13,6 +13,7 @@ from jaxpaged.implementations import choose
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.checks import check_dtype, check_shape, shape_text
 from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES, KVCache
+from jaxpaged.pallas import mosaic
 from jaxpaged.reference import attention as reference
 from jaxpaged.reference.attention import AttentionOptions
 
@@ -67,7 +68,7 @@ def paged_attention(
       return_lse: return the lse, too.
       out_dtype: float dtype of the output; the query's when None.
       batch_invariant: a request's result has the same bits whatever else is in the batch.
-      implementation: "reference", or None for the best one that has the options asked for.
+      implementation: "reference", "mosaic_gpu" (a Hopper GPU), or None for the best one that has what is asked for.
 
     Returns:
       The output [num_tokens, num_heads, v_head_size]; with `return_lse` a pair of it and of the lse
@@ -77,7 +78,6 @@ def paged_attention(
     Raises:
       TypeError, ValueError: an argument doesn't fit; the message names it.
     """
-    choose(implementation)
     _check_query(query, cache, batch)
     if scale is None:
         scale = cache.head_size**-0.5
@@ -95,9 +95,34 @@ def paged_attention(
         mask_mod=mask_mod,
         score_mod=score_mod,
     )
+    implementation = choose(implementation, (query, cache, batch), lambda: _refusal(query, cache, batch, options, out_dtype))
     arrays, static = split_options(options)
-    out, lse = _reference(query, cache, batch, arrays, static, out_dtype, bool(batch_invariant))
+    if implementation == "mosaic_gpu":
+        interpret = mosaic.interpreter()
+        called = (query, cache, batch, arrays, static, out_dtype, bool(batch_invariant), bool(return_lse), interpret)
+        out, lse = _mosaic_gpu(*called)
+    else:
+        out, lse = _reference(query, cache, batch, arrays, static, out_dtype, bool(batch_invariant))
     return (out, lse) if return_lse else out
+
+
+def kernels_refuse(query: Any, cache: KVCache, batch: PagedBatch, *, out_dtype: Any = None, **given: Any) -> str | None:
+    """Why `implementation="mosaic_gpu"` can't take these arguments of `paged_attention` on this machine, or None."""
+    defaults = dict.fromkeys(("window", "soft_cap", "alibi_slopes", "sinks", "mask_mod", "score_mod"))
+    given = {"scale": cache.head_size**-0.5, "causal": True, **defaults, **given}
+    options = make_options(num_heads=query.shape[1], num_reqs=batch.num_reqs, **given)
+    out_dtype = jnp.dtype(query.dtype if out_dtype is None else out_dtype)
+    try:
+        choose("mosaic_gpu", (query, cache, batch), lambda: _refusal(query, cache, batch, options, out_dtype))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _refusal(query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOptions, out_dtype: Any) -> str | None:
+    from jaxpaged.pallas.attention import refusal
+
+    return refusal(query, cache, batch, options, out_dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
@@ -106,6 +131,25 @@ def _reference(
 ) -> tuple[Any, Any]:
     options = join_options(arrays, static)
     return reference.paged_attention(query, cache, batch, options, out_dtype=out_dtype, batch_invariant=batch_invariant)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
+def _mosaic_gpu(
+    query: Any,
+    cache: KVCache,
+    batch: PagedBatch,
+    arrays: Any,
+    static: Any,
+    out_dtype: Any,
+    batch_invariant: bool,
+    return_lse: bool,
+    interpret: Any,
+) -> tuple[Any, Any]:
+    from jaxpaged.pallas.attention import paged_attention
+
+    options = join_options(arrays, static)
+    chosen = {"out_dtype": out_dtype, "batch_invariant": batch_invariant, "return_lse": return_lse}
+    return paged_attention(query, cache, batch, options, interpret=interpret, **chosen)
 
 
 def _check_query(query: Any, cache: KVCache, batch: PagedBatch) -> None:

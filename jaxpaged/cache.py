@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.attention import QUERY_DTYPES, check_array_like
-from jaxpaged.implementations import choose
+from jaxpaged.implementations import choose, static_options
 from jaxpaged.metadata.checks import as_int32_indices, check_dtype, check_shape, is_concrete
 from jaxpaged.metadata.kv_cache import CACHE_DTYPES, KVCache, scale_ranks
 from jaxpaged.metadata.layout import KVLayout
@@ -32,12 +32,11 @@ def write_kv(cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, impleme
       slot_mapping: [num_slots] int32 or int64, `block * block_size + offset` for each token. Negative slots and slots
         past the cache are skipped. It may be longer or shorter than `key`: the first min of both are written. Of
         tokens with the same slot one is kept.
-      implementation: "reference", or None for the best one.
+      implementation: "reference", "mosaic_gpu" (Hopper GPUs), or None for the best one.
 
     Raises:
       TypeError, ValueError: an argument doesn't fit; the message names it.
     """
-    choose(implementation)
     _check_cache("cache", cache)
     for name, x, head_size in (("key", key, cache.head_size), ("value", value, cache.v_head_size)):
         check_array_like(name, x)
@@ -53,7 +52,14 @@ def write_kv(cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, impleme
     check_array_like("slot_mapping", slot_mapping)
     check_dtype("slot_mapping", slot_mapping.dtype, [jnp.int32, jnp.int64])
     check_shape("slot_mapping", slot_mapping.shape, ("num_slots",))
-    return _write_kv(cache, key, value, _kept_in_range(slot_mapping))
+
+    def refusal() -> str | None:
+        from jaxpaged.pallas import cache_write
+
+        return cache_write.refusal(cache, key.dtype)
+
+    choice = choose(implementation, (cache, key, value, slot_mapping), refusal)
+    return _write_kv(cache, key, value, _kept_in_range(slot_mapping), **static_options(choice))
 
 
 def copy_blocks(cache: KVCache, src_to_dst: Any, *, implementation: str | None = None) -> KVCache:
@@ -61,11 +67,13 @@ def copy_blocks(cache: KVCache, src_to_dst: Any, *, implementation: str | None =
 
     Args:
       src_to_dst: [n, 2] int32 or int64 pairs of a source and a target block. All sources are read before any target is
-        written. Pairs with a block out of range are skipped.
+        written. Pairs with a block out of range are skipped. In NumPy or a list it needs less work and memory on a GPU.
+      implementation: "reference", "mosaic_gpu" (Hopper GPUs), or None for the best one.
     """
-    choose(implementation)
     _check_cache("cache", cache)
-    return _copy_blocks(cache, cache, _checked_pairs(src_to_dst))
+    pairs = _checked_pairs(src_to_dst)
+    choice = choose(implementation, (cache, pairs), lambda: _copy_refusal(cache))
+    return _copied(None, cache, pairs, choice)
 
 
 def swap_blocks(src: KVCache, dst: KVCache, src_to_dst: Any, *, implementation: str | None = None) -> KVCache:
@@ -75,8 +83,8 @@ def swap_blocks(src: KVCache, dst: KVCache, src_to_dst: Any, *, implementation: 
       src, dst: caches of one layout and dtype whose blocks have the same shape; outside `jit` they may lie on different
         devices, then only the blocks in question travel.
       src_to_dst: [n, 2] int32 or int64 pairs of a block of `src` and one of `dst`, as in `copy_blocks`.
+      implementation: as in `copy_blocks`.
     """
-    choose(implementation)
     _check_cache("src", src)
     _check_cache("dst", dst)
     for what, ours, theirs in (
@@ -92,13 +100,20 @@ def swap_blocks(src: KVCache, dst: KVCache, src_to_dst: Any, *, implementation: 
         num_pairs = pairs.shape[0]
         staged = jax.device_put(_empty_like(src, num_pairs), src.key.sharding)
         to_staged = np.stack([np.asarray(pairs)[:, 0], np.arange(num_pairs)], 1).astype(np.int32)
-        src = jax.device_put(_copy_blocks(src, staged, to_staged), dst.key.sharding)
+        on_source = choose(None, (src,), lambda: _copy_refusal(src))
+        src = jax.device_put(_copied(src, staged, to_staged, on_source), dst.key.sharding)
         pairs = np.stack([np.arange(num_pairs), np.asarray(pairs)[:, 1]], 1).astype(np.int32)
-    return _copy_blocks(src, dst, pairs)
+    return _copied(src, dst, pairs, choose(implementation, (dst, pairs), lambda: _copy_refusal(dst)))
 
 
 def gather_kv(
-    cache: KVCache, block_table: Any, seq_lens: Any, *, total_tokens: int | None = None, dtype: Any = None
+    cache: KVCache,
+    block_table: Any,
+    seq_lens: Any,
+    *,
+    total_tokens: int | None = None,
+    dtype: Any = None,
+    implementation: str | None = None,
 ) -> tuple[Any, Any]:
     """Dense keys and values of the requests, packed one after the other.
 
@@ -107,6 +122,7 @@ def gather_kv(
       seq_lens: [num_reqs] int32; clamped to the table's width.
       total_tokens: length of the result, the sum of `seq_lens` when None; needed under `jit`. Rows past the sum are 0.
       dtype: of the result; the cache's when None, float32 for an 8-bit cache, whose scales are applied.
+      implementation: "reference", "mosaic_gpu" (Hopper GPUs, results in the cache's dtype), or None for the best one.
 
     Returns:
       Keys [total_tokens, num_kv_heads, head_size] and values [total_tokens, num_kv_heads, v_head_size]; 0 where a block
@@ -128,12 +144,69 @@ def gather_kv(
     if total_tokens == 0 or 0 in block_table.shape:
         shapes = [(total_tokens, cache.num_kv_heads, size) for size in (cache.head_size, cache.v_head_size)]
         return jnp.zeros(shapes[0], dtype), jnp.zeros(shapes[1], dtype)
-    return _gather_kv(cache, block_table, seq_lens, total_tokens, jnp.dtype(dtype))
+    dtype = jnp.dtype(dtype)
+
+    def refusal() -> str | None:
+        from jaxpaged.pallas import gather
+
+        return gather.refusal(cache, dtype)
+
+    choice = choose(implementation, (cache, block_table, seq_lens), refusal)
+    return _gather_kv(cache, block_table, seq_lens, total_tokens, dtype, **static_options(choice))
 
 
-_write_kv = jax.jit(cache_ops.write_kv)
-_copy_blocks = jax.jit(cache_ops.copy_blocks)
-_gather_kv = functools.partial(jax.jit, static_argnums=(3, 4))(cache_ops.gather_kv)
+@functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
+def _write_kv(
+    cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, implementation: str, interpret: Any
+) -> KVCache:
+    if implementation == "reference":
+        return cache_ops.write_kv(cache, key, value, slot_mapping)
+    from jaxpaged.pallas import cache_write
+
+    return cache_write.write_kv(cache, key, value, slot_mapping, interpret=interpret)
+
+
+def _copied(src: KVCache | None, dst: KVCache, pairs: Any, choice: str) -> KVCache:
+    """`dst` with blocks of `src`, or of its own when that is None."""
+    if choice == "reference":
+        return _copy_blocks(src, dst, pairs, **static_options(choice))
+    from jaxpaged.pallas.block_pairs import block_pairs
+
+    planned = block_pairs(pairs, (src or dst).num_blocks, dst.num_blocks, within=src is None)
+    return _copy_blocks(src, dst, planned, **static_options(choice))
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
+def _copy_blocks(src: KVCache | None, dst: KVCache, pairs: Any, *, implementation: str, interpret: Any) -> KVCache:
+    if implementation == "reference":
+        return cache_ops.copy_blocks(dst if src is None else src, dst, pairs)
+    from jaxpaged.pallas import block_copy
+
+    return block_copy.copy_blocks(src, dst, pairs, interpret=interpret)
+
+
+def _copy_refusal(cache: KVCache) -> str | None:
+    from jaxpaged.pallas import block_copy
+
+    return block_copy.refusal(cache)
+
+
+@functools.partial(jax.jit, static_argnames=("total_tokens", "dtype", "implementation", "interpret"))
+def _gather_kv(
+    cache: KVCache,
+    block_table: Any,
+    seq_lens: Any,
+    total_tokens: int,
+    dtype: Any,
+    *,
+    implementation: str,
+    interpret: Any,
+) -> tuple[Any, Any]:
+    if implementation == "reference":
+        return cache_ops.gather_kv(cache, block_table, seq_lens, total_tokens, dtype)
+    from jaxpaged.pallas import gather
+
+    return gather.gather_kv(cache, block_table, seq_lens, total_tokens, interpret=interpret)
 
 
 def _check_cache(name: str, cache: Any) -> None:

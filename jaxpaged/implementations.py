@@ -1,20 +1,74 @@
 """The implementations of the public functions, and which of them a call gets."""
 
-from typing import Literal, get_args
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
-Implementation = Literal["reference"]
+import jax
+
+Implementation = Literal["reference", "mosaic_gpu"]
+SUITABLE_GPUS = ("9.0",)
+"""Compute capabilities that the Pallas kernels are written for: Hopper."""
 
 
-def choose(implementation: str | None) -> str:
-    """The name of the implementation to call; the best one for this machine when None.
+def choose(implementation: str | None, arrays: Any, refusal: Callable[[], str | None]) -> str:
+    """The name of the implementation to call; the best one that takes the call when None.
+
+    Args:
+      arrays: a pytree of the call's arrays: those that are not traced tell the device.
+      refusal: says why the kernels can't take the call, or None.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: there is none of that name, or it can't take the call.
     """
-    if implementation is None:
-        return "reference"
-    if implementation not in get_args(Implementation):
+    if implementation is not None and implementation not in get_args(Implementation):
         raise ValueError(
             f"implementation: expected None or one of {', '.join(get_args(Implementation))}, got {implementation!r}"
         )
-    return implementation
+    if implementation == "reference":
+        return "reference"
+    from jaxpaged.pallas.mosaic import interpreter  # only here, so that a machine without a GPU need not load Pallas
+
+    reason = None if interpreter() is not None else _unsuitable(_device(arrays))
+    if implementation is None:
+        return "mosaic_gpu" if reason is None and refusal() is None else "reference"
+    reason = reason or refusal()
+    if reason is not None:
+        raise ValueError(f"implementation: expected 'reference' or None, got 'mosaic_gpu': {reason}")
+    return "mosaic_gpu"
+
+
+def static_options(choice: str) -> dict[str, Any]:
+    """Static arguments of a jitted operation: the implementation, and how its kernels are interpreted, if at all."""
+    if choice == "reference":
+        return {"implementation": choice, "interpret": None}
+    from jaxpaged.pallas.mosaic import interpreter
+
+    return {"implementation": choice, "interpret": interpreter()}
+
+
+def _device(arrays: Any) -> Any:
+    """The device that a call runs on: that of its first array that isn't traced, or else the default one."""
+    for leaf in jax.tree.leaves(arrays):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            return next(iter(leaf.devices()))
+    return jax.config.jax_default_device or jax.devices()[0]
+
+
+def _unsuitable(device: Any) -> str | None:
+    """Why the kernels don't run on a device, or None."""
+    platform = device if isinstance(device, str) else device.platform
+    if platform not in ("gpu", "cuda"):
+        return f"the kernels run on NVIDIA GPUs, not on the platform {platform}"
+    capability = getattr(device, "compute_capability", None)
+    if capability in SUITABLE_GPUS:
+        return None
+    reason = f"the kernels are written for GPUs of compute capability {', '.join(SUITABLE_GPUS)}, not {capability}"
+    _warn_once(reason)
+    return reason
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"jaxpaged: {reason}; the slower reference is used", stacklevel=4)

@@ -1,5 +1,6 @@
 """merge_attention_states: check the arguments, call the implementation."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.attention import QUERY_DTYPES, check_array_like
+from jaxpaged.implementations import choose, static_options
 from jaxpaged.metadata.checks import check_dtype, check_shape
 from jaxpaged.reference import merge as reference
 
 
-def merge_attention_states(outputs: Any, lses: Any) -> tuple[Any, Any]:
+def merge_attention_states(outputs: Any, lses: Any, *, implementation: str | None = None) -> tuple[Any, Any]:
     """The attention to all keys from attentions to disjoint parts of them (Liu et al., Ring Attention, 2023).
 
     Args:
@@ -20,6 +22,7 @@ def merge_attention_states(outputs: Any, lses: Any) -> tuple[Any, Any]:
         `out * sigmoid(lse - sink)`.
       lses: [num_states, num_heads, num_tokens] float32, or a sequence; natural logarithm. -inf, and also +inf, marks a
         row that attended to nothing, whose output is not looked at.
+      implementation: "reference", "mosaic_gpu" (Hopper GPUs), or None for the best one.
 
     Returns:
       The merged output [num_tokens, num_heads, v_head_size] in the dtype of `outputs` and lse [num_heads, num_tokens]
@@ -45,7 +48,20 @@ def merge_attention_states(outputs: Any, lses: Any) -> tuple[Any, Any]:
     check_shape("lses", lses.shape, (outputs.shape[0], outputs.shape[2], outputs.shape[1]))
     if outputs.shape[0] == 0:
         raise ValueError("outputs: expected at least one state, got 0")
-    return _merge(outputs, lses)
+
+    def refusal() -> str | None:
+        from jaxpaged.pallas import merge
+
+        return merge.refusal(outputs)
+
+    choice = choose(implementation, (outputs, lses), refusal)
+    return _merge(outputs, lses, **static_options(choice))
 
 
-_merge = jax.jit(reference.merge_attention_states)
+@functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
+def _merge(outputs: Any, lses: Any, *, implementation: str, interpret: Any) -> tuple[Any, Any]:
+    if implementation == "reference":
+        return reference.merge_attention_states(outputs, lses)
+    from jaxpaged.pallas import merge
+
+    return merge.merge_attention_states(outputs, lses, interpret=interpret)

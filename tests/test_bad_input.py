@@ -56,7 +56,11 @@ BF16_CACHE = KVCache.zeros(4, 8, 2, 16, "bfloat16")
         ({"mask_mod": np.ones((2, 9), bool)}, TypeError, "mask_mod: expected a function or None, got ndarray"),
         ({"score_mod": 1}, TypeError, "score_mod: expected a function or None, got int"),
         ({"out_dtype": "int8"}, TypeError, "out_dtype: expected dtype .*got int8"),
-        ({"implementation": "cuda"}, ValueError, "implementation: expected None or one of reference, got 'cuda'"),
+        (
+            {"implementation": "cuda"},
+            ValueError,
+            "implementation: expected None or one of reference, mosaic_gpu, got 'cuda'",
+        ),
     ],
 )
 def test_paged_attention(changes, error, message):

@@ -1,4 +1,8 @@
-"""A compiled write into a donated cache, and a scan over layers that carries it, hold no copy of the cache."""
+"""A compiled write into a donated cache, and a scan over layers that carries it, hold no copy of the cache.
+
+On the CPU that is the reference. For a GPU the StableHLO of the kernels is read without one, and the optimised HLO where
+there is one.
+"""
 
 import math
 import re
@@ -10,6 +14,8 @@ import pytest
 
 from jaxpaged import KVCache, PagedBatch, copy_blocks, paged_attention, write_kv
 from jaxpaged.metadata.layout import _PRESETS
+from jaxpaged.pallas import block_copy, cache_write
+from jaxpaged.pallas.block_pairs import block_pairs
 
 TOKENS = 5
 DTYPES = [
@@ -31,6 +37,7 @@ _IN_PLACE = {
     "fusion",
     "dynamic-update-slice",
     "call",
+    "custom-call",
     "optimization-barrier",
 }
 _OP = re.compile(r"= (\w+)\[([\d,]*)\]\S* ([\w-]+)\(")
@@ -126,3 +133,86 @@ def test_copy_blocks_is_in_place(layout):
     cache = KVCache.zeros(256, 16, 2, 32, "bfloat16", layout=layout)
     pairs = jax.ShapeDtypeStruct((4, 2), jnp.int32)
     check_in_place(jax.jit(copy_blocks, donate_argnums=0).lower(cache, pairs).compile(), cache)
+
+
+KERNEL_LAYOUTS = [name for name in _PRESETS if name != "VLLM_V0"]
+
+
+def write_by_kernel(cache, key, value, slots):
+    return cache_write.write_kv(cache, key, value, slots, interpret=None)
+
+
+def copy_by_kernel(cache, pairs):
+    planned = block_pairs(pairs, cache.num_blocks, cache.num_blocks, within=True)
+    return block_copy.copy_blocks(None, cache, planned)
+
+
+def kernel_call(name, dtype, scales, layout):
+    """A function that updates a cache by a kernel, and its arguments, the cache first."""
+    cache = KVCache.zeros(256, 16, 2, 32, dtype, layout=layout, scales=scales)
+    if name == "copy":
+        return copy_by_kernel, (cache, jax.ShapeDtypeStruct((4, 2), jnp.int32))
+    return write_by_kernel, (cache, *new_tokens("bfloat16" if cache.quantized else dtype))
+
+
+@pytest.mark.parametrize("name", ["write", "copy"])
+@pytest.mark.parametrize("layout", KERNEL_LAYOUTS)
+@pytest.mark.parametrize(("dtype", "scales"), DTYPES)
+def test_kernels_are_lowered_in_place(name, layout, dtype, scales):
+    """Each large buffer is donated, and enters and leaves the kernel as the same memory; nothing else is as large."""
+    function, arguments = kernel_call(name, dtype, scales, layout)
+    cache = arguments[0]
+    lowered = jax.jit(function, donate_argnums=0).trace(*arguments).lower(lowering_platforms=("cuda",))
+    buffers = [x for x in (cache.key, cache.value) if x is not None]
+    check_lowered_in_place(lowered.as_text(), buffers)
+
+
+def check_lowered_in_place(text, buffers):
+    large = min(buffer.size for buffer in buffers)
+    reshapes_and_kernels = {"stablehlo.reshape", "stablehlo.custom_call"}
+    for line in text.splitlines():
+        made = re.match(r"\s*%\S+ = (?:\")?([\w.]+)", line)
+        sizes = [
+            math.prod(map(int, dims.split("x")[:-1])) for dims in re.findall(r"tensor<(\d[\w]*)>", line.split("->")[-1])
+        ]
+        if made and max(sizes, default=0) >= large:
+            assert made[1] in reshapes_and_kernels, line[:300]
+    main = next(line for line in text.splitlines() if "func.func public @main" in line)
+    assert main.count("tf.aliasing_output") + main.count("jax.buffer_donor") >= len(buffers)
+    kernels = [line for line in text.splitlines() if "mosaic_gpu" in line]
+    assert max(line.count("#stablehlo.output_operand_alias") for line in kernels) >= len(buffers)
+
+
+def test_a_copy_is_seen_in_what_is_lowered():
+    cache = KVCache.zeros(256, 16, 2, 32, "float32")
+
+    def write(cache, *tokens):
+        return jax.tree.map(lambda x: x * 2, write_by_kernel(cache, *tokens))
+
+    lowered = jax.jit(write, donate_argnums=0).trace(cache, *new_tokens("float32")).lower(lowering_platforms=("cuda",))
+    with pytest.raises(AssertionError):
+        check_lowered_in_place(lowered.as_text(), [cache.key, cache.value])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["write", "copy"])
+@pytest.mark.parametrize("layout", KERNEL_LAYOUTS)
+@pytest.mark.parametrize(("dtype", "scales"), DTYPES)
+def test_compiled_kernels_are_in_place(hopper, name, layout, dtype, scales):
+    function, arguments = kernel_call(name, dtype, scales, layout)
+    check_in_place(jax.jit(function, donate_argnums=0).lower(*arguments).compile(), arguments[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NHD", "2NHD"])
+def test_a_kernel_in_a_scan_is_in_place(hopper, layout):
+    """As in a model whose layers share one cache."""
+    cache = KVCache.zeros(256, 16, 2, 32, "bfloat16", layout=layout)
+
+    def step(cache, key, value, slots):
+        def layer(cache, index):
+            return write_by_kernel(cache, key, value, slots + index * 64 * 16), None
+
+        return jax.lax.scan(layer, cache, jnp.arange(4, dtype=jnp.int32))[0]
+
+    check_in_place(jax.jit(step, donate_argnums=0).lower(cache, *new_tokens("bfloat16")).compile(), cache)

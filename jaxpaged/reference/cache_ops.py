@@ -77,8 +77,12 @@ def copy_blocks(source: KVCache, target: KVCache, src_to_dst: Any) -> KVCache:
     return dataclasses.replace(target, key=new_key, value=new_value, k_scale=scales[0], v_scale=scales[1])
 
 
-def gather_kv(cache: KVCache, block_table: Any, seq_lens: Any, total_tokens: int, dtype: Any) -> tuple[Any, Any]:
-    """`jaxpaged.gather_kv` on checked arguments: rows of no request or of a block out of range are 0."""
+def token_places(cache: KVCache, block_table: Any, seq_lens: Any, total_tokens: int) -> tuple[Any, Any, Any]:
+    """Block, offset in it and whether there is one, of each token of requests that are packed one after the other.
+
+    Returns:
+      [total_tokens] int32, int32, bool. Block is 0 for tokens of no request or of a block out of range.
+    """
     num_reqs, width = block_table.shape
     lens = jnp.minimum(seq_lens, width * cache.block_size)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
@@ -87,8 +91,12 @@ def gather_kv(cache: KVCache, block_table: Any, seq_lens: Any, total_tokens: int
     position = jnp.arange(total_tokens, dtype=jnp.int32) - starts[row]
     block = block_table[row, jnp.clip(position // cache.block_size, 0, width - 1)]
     valid = (request < num_reqs) & (block >= 0) & (block < cache.num_blocks)
-    block = jnp.where(valid, block, 0)
-    offset = position % cache.block_size
+    return jnp.where(valid, block, 0), position % cache.block_size, valid
+
+
+def gather_kv(cache: KVCache, block_table: Any, seq_lens: Any, total_tokens: int, dtype: Any) -> tuple[Any, Any]:
+    """`jaxpaged.gather_kv` on checked arguments: rows of no request or of a block out of range are 0."""
+    block, offset, valid = token_places(cache, block_table, seq_lens, total_tokens)
 
     def rows(which: Which) -> Any:
         selected = cache.buffer(which)[cache.layout.index(which, cache.dims, block, offset)]

@@ -281,6 +281,7 @@ def named_cases() -> list[Case]:
     ]
     cases += [Case("speculative", (4, 4, 8), (64, 4, 200)), Case("long-prefill", (300,), (300,), block_size=32)]
     cases += [Case("chunked-prefill", (33, 128), (400, 129)), Case("extra-tokens", **MIXED, extra_tokens=7)]
+    cases += [Case("mixed-many", (1, 40, 1, 3, 0, 1, 17, 1, 1), (33, 150, 1, 70, 0, 64, 17, 128, 300), extra_tokens=3)]
     cases += [Case("shared-prefix", **MIXED, shared=2), Case("many-decodes", (1,) * 33, tuple(range(0, 99, 3)))]
     cross: dict[str, Any] = {"query_lens": (9, 1, 4), "seq_lens": (3, 20, 0)}
     cases += [Case("cross-attention", **cross, options=(("causal", False),)), Case("more-new-than-all", **cross)]

@@ -1,6 +1,7 @@
 """The ways into the package. Each runs a case and gives float64 results, or says why it can't."""
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.attention import paged_attention
+from jaxpaged.attention import kernels_refuse, paged_attention
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
-from jaxpaged.testing.cases import FLOAT8, Case, Inputs, stored_as_bits
+from jaxpaged.testing.cases import FLOAT8, Case, Inputs, build, stored_as_bits
 
 Result = tuple[np.ndarray, np.ndarray]
 
@@ -24,10 +25,12 @@ class Door:
     Attributes:
       run: the output [num_tokens, num_heads, v_head_size] and lse [num_heads, num_tokens] of a case, float64.
       refuses: why a case can't go this way, or None.
+      adapt: the case that stands for a named one here.
     """
 
     run: Callable[[Inputs], Result]
     refuses: Callable[[Case], str | None]
+    adapt: Callable[[Case], Case] = lambda case: case
 
 
 def _float64(out: Any, lse: Any) -> Result:
@@ -48,20 +51,22 @@ def _cache(inputs: Inputs, as_bits: bool) -> KVCache:
     )
 
 
-def _run_jax(inputs: Inputs) -> Result:
+def _run_jax(inputs: Inputs, implementation: str | None = "reference") -> Result:
     batch = PagedBatch.create(inputs.block_table, inputs.seq_lens, inputs.query_start_loc)
-    return _float64(*paged_attention(inputs.query, _cache(inputs, False), batch, return_lse=True, **inputs.options))
+    cache = _cache(inputs, as_bits=False)
+    options = {**inputs.options, "return_lse": True, "implementation": implementation}
+    return _float64(*paged_attention(jnp.asarray(inputs.query), cache, batch, **options))
 
 
-def _run_jit(inputs: Inputs) -> Result:
+def _run_jit(inputs: Inputs, implementation: str | None = "reference") -> Result:
     """Everything traced: nothing about the batch is known when it is compiled."""
     arrays = {k: v for k, v in inputs.options.items() if isinstance(v, np.ndarray)}
     static = {k: v for k, v in inputs.options.items() if k not in arrays}
+    static |= {"return_lse": True, "implementation": implementation}
 
     @jax.jit
     def call(query: Any, cache: KVCache, table: Any, lens: Any, starts: Any, arrays: Any) -> Any:
-        batch = PagedBatch.create(table, lens, starts)
-        return paged_attention(query, cache, batch, return_lse=True, **static, **arrays)
+        return paged_attention(query, cache, PagedBatch.create(table, lens, starts), **static, **arrays)
 
     args = (inputs.block_table, inputs.seq_lens, inputs.query_start_loc)
     return _float64(*call(inputs.query, _cache(inputs, True), *args, arrays))
@@ -75,6 +80,20 @@ def _jit_refuses(case: Case) -> str | None:
     if max(case.query_lens, default=0) > 32 and case.cache_dtype not in FLOAT8:
         return "the program would be that of the door jax, with nothing left to the batch's known lengths"
     return None
+
+
+def _in_half(case: Case) -> Case:
+    """A case of float32 in bfloat16."""
+    cache_dtype = None if case.cache_dtype == "float32" else case.cache_dtype
+    return dataclasses.replace(case, dtype="bfloat16" if case.dtype == "float32" else case.dtype, cache_dtype=cache_dtype)
+
+
+def _kernels_refuse(case: Case) -> str | None:
+    """Why the kernels don't take a case on this machine: what the call itself says before it computes anything."""
+    inputs = build(case)
+    batch = PagedBatch.create(inputs.block_table, inputs.seq_lens, inputs.query_start_loc)
+    options = {k: v for k, v in inputs.options.items() if k != "batch_invariant"}
+    return kernels_refuse(jnp.asarray(inputs.query), _cache(inputs, as_bits=False), batch, **options)
 
 
 _TORCH_OPTIONS = {"scale", "causal", "window", "soft_cap", "alibi", "alibi_per_request", "sinks"}
@@ -181,8 +200,10 @@ def _kvcache_refuses(case: Case) -> str | None:
 DOORS = {
     "jax": Door(_run_jax, _anything),
     "jax-jit": Door(_run_jit, _jit_refuses),
+    "kernels": Door(functools.partial(_run_jax, implementation="mosaic_gpu"), _kernels_refuse, _in_half),
+    "kernels-jit": Door(functools.partial(_run_jit, implementation="mosaic_gpu"), _kernels_refuse, _in_half),
     "torch-varlen": Door(_run_torch_varlen, _torch_refuses),
     "torch-kvcache": Door(_run_torch_kvcache, _kvcache_refuses),
 }
-"""By name: `paged_attention` called eagerly; with everything traced under `jit`, and float8 kept as uint8; and the two
-functions for PyTorch's tensors."""
+"""By name: `paged_attention` by the reference, called eagerly, and with everything traced under `jit` and float8 kept as
+uint8; by the GPU kernels, likewise; and the two functions for PyTorch's tensors."""

@@ -34,7 +34,8 @@ LSE_TOLERANCE = 2e-6
 
 
 def compare(case: Case, door_name: str, door: Door) -> Result:
-    """Run one case through one door."""
+    """Run one case, or what stands for it there, through one door."""
+    case = door.adapt(case)
     reason = door.refuses(case)
     if reason is not None:
         return Result(case.name, door_name, case.dtype, 0.0, 0.0, tolerance(case), True, reason)

@@ -1,0 +1,1 @@
+"""Pallas kernels for NVIDIA GPUs, compiled by Mosaic GPU."""

@@ -1,0 +1,129 @@
+"""The second step of decode: combine the parts of requests that several CTAs shared, and clear rows without a key.
+
+The parts are weighted by their lses, as in flash-decoding (Dao et al., 2023).
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxpaged.pallas import decode_plan as field
+from jaxpaged.pallas.decode import BY_ROW, DecodeShape, per_column
+from jaxpaged.pallas.matmul import transposed
+from jaxpaged.pallas.mosaic import Interpreter, kernel, store
+from jaxpaged.pallas.paged_tiles import CHUNK
+from jaxpaged.pallas.decode_plan import DecodePlan
+from jaxpaged.pallas.scores import LOG2E
+
+AT_ONCE = 8
+"""Parts whose loads are in flight together."""
+
+
+def combine(
+    plan: DecodePlan,
+    part_out: Any,
+    part_lse: Any,
+    sinks: Any,
+    shape: DecodeShape,
+    out: Any,
+    interpret: Interpreter | None,
+) -> None:
+    """Write to `out` the rows of requests that decode left in parts, and 0 to rows that attend to nothing.
+
+    Args:
+      part_out, part_lse: see `decode`.
+      out: a reference to the output [num_tokens, num_heads, v_head_size].
+    """
+    chunks = shape.padded_v_size // CHUNK
+    columns = per_column(sinks, shape)
+    operands = [plan.requests, part_out, part_lse, *([] if columns is None else [columns]), out]
+    kernel(
+        functools.partial(_combine, shape, columns is not None, interpret),
+        out_type=(),
+        scratch_types=dict(o_s=plgpu.SMEM((shape.columns, CHUNK), shape.out_dtype)),
+        grid=(shape.dims.num_kv_heads, chunks, plan.requests.shape[0]),
+        grid_names=("head", "chunk", "request"),
+        num_threads=1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="paged_decode_combine",
+    )(*operands)
+
+
+def _combine(shape: DecodeShape, has_sinks: bool, interpret: Interpreter | None, *refs: Any, o_s: Any) -> None:
+    requests, part_out, part_lse, *rest = refs
+    sinks = rest.pop(0) if has_sinks else None
+    (out,) = rest
+    request = lax.axis_index("request")
+    tiles, q_start, q_len, first, last = (
+        requests[request, f] for f in (field.TILES, field.Q_START, field.Q_LEN, field.FIRST_SHARE, field.LAST_SHARE)
+    )
+    size = (CHUNK, shape.columns)
+
+    def send(token: Any, row: Any) -> None:
+        heads = pl.ds(lax.axis_index("head") * shape.group, shape.group)
+        where = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
+        plgpu.copy_smem_to_gmem(o_s.at[pl.ds(row, shape.group), :], out.at[token, heads, where])
+
+    @pl.when((tiles == 0) & (q_len > 0))
+    def _clear() -> None:
+        zeros = plgpu.layout_cast(jnp.zeros(size, shape.out_dtype), plgpu.Layout.WGMMA)
+        store(transposed(o_s), zeros, interpret)
+        plgpu.commit_smem()
+        lax.fori_loop(q_start, q_start + q_len, lambda token, _: send(token, 0), None)
+
+    @pl.when((tiles > 0) & (first < last))
+    def _merge() -> None:
+        peak, total, acc = _merged(shape, part_out, part_lse, first, last, interpret)
+        lse = peak + jnp.log2(total)
+        weight = jnp.where(total > 0, 1.0 / total, 0.0)
+        if sinks is not None:
+            sink = plgpu.load(sinks.at[0, lax.axis_index("head")], layout=BY_ROW, optimized=False)
+            weight = jnp.where(total > 0, weight / (1.0 + jnp.exp2(sink * LOG2E - lse)), 0.0)
+        o = acc * lax.broadcast_in_dim(weight, size, [1])
+        store(transposed(o_s), o.astype(shape.out_dtype), interpret)
+        plgpu.commit_smem()
+        for token in range(shape.max_query_len):
+            pl.when(token < q_len)(functools.partial(send, q_start + token, token * shape.group))
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _merged(
+    shape: DecodeShape, part_out: Any, part_lse: Any, first: Any, last: Any, interpret: Interpreter | None
+) -> tuple[Any, Any, Any]:
+    """Maximum, sum and output of a chunk over the parts of a request, as in the online softmax of decode."""
+    head, rows = lax.axis_index("head"), pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
+    size = (CHUNK, shape.columns)
+
+    def load(share: Any) -> tuple[Any, Any]:
+        # The request starts in its first share and goes on in the others; beyond the last the first part stands in.
+        known = jnp.where(share > last, first, share)
+        part = 2 * known + jnp.where(known == first, 0, 1)
+        lse = plgpu.load(part_lse.at[part, head], layout=BY_ROW, optimized=False)
+        o = plgpu.load(part_out.at[part, head, rows, :], layout=plgpu.Layout.WGMMA, optimized=False)
+        beyond = jnp.full((shape.columns,), jnp.where(share > last, 1, 0)) == 1
+        return jnp.where(beyond, -jnp.inf, lse), o
+
+    def step(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        peak, total, acc = state
+        parts = [load(first + i * AT_ONCE + j) for j in range(AT_ONCE)]
+        new = functools.reduce(jnp.maximum, [lse for lse, _ in parts], peak)
+        shift = jnp.where(new == -jnp.inf, 0.0, new)
+        decay = jnp.exp2(peak - shift)
+        total, acc = total * decay, acc * lax.broadcast_in_dim(decay, size, [1])
+        for lse, o in parts:
+            weight = jnp.exp2(lse - shift)
+            total += weight
+            acc += jnp.where(lax.broadcast_in_dim(weight, size, [1]) > 0, o * lax.broadcast_in_dim(weight, size, [1]), 0.0)
+        return new, total, acc
+
+    by_row = [plgpu.layout_cast(jnp.full((shape.columns,), x, jnp.float32), BY_ROW) for x in (-jnp.inf, 0.0)]
+    acc = plgpu.layout_cast(jnp.zeros(size, jnp.float32), plgpu.Layout.WGMMA)
+    count = lax.div(last - first + AT_ONCE, jnp.int32(AT_ONCE))
+    return lax.fori_loop(0, count, step, (*by_row, acc))

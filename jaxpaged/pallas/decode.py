@@ -1,0 +1,519 @@
+"""Attention of few new tokens a request to a paged cache: one pass over the cache at the speed of memory.
+
+A CTA works for one kv head on a share of the plan: a run of kv tiles that may span several requests. One warpgroup
+brings blocks to shared memory by TMA, into a ring of tiles; the other computes. The rows of a request, its new tokens
+times the query heads of the kv head's group, are few, so they are the narrow side of the products: S^T = K Q^T and
+O^T = V^T P^T, which take 64 positions by as many rows as there are, to a multiple of 8.
+
+Whole requests go to the output; parts of requests to a workspace, for `combine.py`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxpaged.metadata.batch import PagedBatch
+from jaxpaged.metadata.kv_cache import KVCache
+from jaxpaged.metadata.layout import CacheDims, KVLayout
+from jaxpaged.pallas import decode_plan as field
+from jaxpaged.pallas.matmul import dot, dot_onto, transposed
+from jaxpaged.pallas.mosaic import Interpreter, kernel, store
+from jaxpaged.pallas.paged_tiles import (
+    CHUNK,
+    PagedTiles,
+    chunk_slice,
+    padded_slice,
+    split_views,
+    swizzled,
+    two_views,
+)
+from jaxpaged.pallas.decode_plan import DecodePlan
+from jaxpaged.pallas.ranges import attended_range
+from jaxpaged.pallas.scores import LOG2E, TilePlace, kept, log2_scores
+from jaxpaged.reference.attention import AttentionOptions
+
+BY_ROW = plgpu.Layout.WGMMA.reduce(0)
+"""How one number for each row of a request lies in registers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeShape:
+    """What a decode kernel is compiled for.
+
+    Attributes:
+      group: query heads a kv head.
+      max_query_len: new tokens a request.
+      tile, stages: positions a tile, and tiles in the ring.
+    """
+
+    layout: KVLayout
+    dims: CacheDims
+    dtype: Any
+    out_dtype: Any
+    num_tokens: int
+    group: int
+    max_query_len: int
+    num_shares: int
+    tile: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a request: token by token, the heads of the group."""
+        return self.group * self.max_query_len
+
+    @property
+    def columns(self) -> int:
+        """Rows to a multiple of 8, the narrow side of the products."""
+        return -(-self.rows // 8) * 8
+
+    def tiles(self, which: Any) -> PagedTiles:
+        return PagedTiles(which, self.layout, self.dims, self.dtype, self.tile, self.stages)
+
+    @property
+    def padded_v_size(self) -> int:
+        return self.tiles("value").chunks * CHUNK
+
+
+class Operands(NamedTuple):
+    """References to global memory."""
+
+    requests: Any
+    shares: Any
+    table: Any
+    query: Any
+    key: Any
+    value: Any
+    slopes: Any
+    sinks: Any
+    out: Any
+    part_out: Any
+    part_lse: Any
+    whole_lse: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory and barriers of a CTA."""
+
+    q: Any
+    k: Any
+    v: Any
+    p: Any
+    o: Any
+    lse: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+class Piece(NamedTuple):
+    """The part of a request in a share: `count` tiles from `first_tile` on."""
+
+    request: Any
+    first_tile: Any
+    count: Any
+    starts_request: Any
+    whole: Any
+    kv_len: Any
+    q_start: Any
+    q_len: Any
+    damaged: Any
+
+
+class Softmax(NamedTuple):
+    """Running maximum and sum of each row, and its output, transposed, by pieces of the head."""
+
+    peak: Any
+    total: Any
+    acc: tuple[Any, ...]
+
+
+def decode(
+    query: Any,
+    cache: KVCache,
+    batch: PagedBatch,
+    plan: DecodePlan,
+    options: AttentionOptions,
+    shape: DecodeShape,
+    out: Any,
+    interpret: Interpreter | None,
+) -> tuple[Any, Any, Any]:
+    """Write the rows of requests that lie whole in a share to `out`; return the rest in parts.
+
+    Args:
+      query: [num_tokens, num_heads, head_size].
+      out: a reference to the output [num_tokens, num_heads, v_head_size].
+
+    Returns:
+      Parts' outputs [2 * num_shares, num_kv_heads, padded v_head_size, columns] float32 and lses [2 * num_shares,
+      num_kv_heads, columns] in units of log 2 (part 2 i starts a request in share i, part 2 i + 1 goes on with one), and
+      whole requests' lses [num_reqs, num_kv_heads, columns].
+    """
+    heads, parts = shape.dims.num_kv_heads, 2 * shape.num_shares
+    out_type = (
+        jax.ShapeDtypeStruct((parts, heads, shape.padded_v_size, shape.columns), jnp.float32),
+        jax.ShapeDtypeStruct((parts, heads, shape.columns), jnp.float32),
+        jax.ShapeDtypeStruct((batch.num_reqs, heads, shape.columns), jnp.float32),
+    )
+    operands = Operands(
+        plan.requests,
+        plan.shares,
+        batch.block_table,
+        query,
+        cache.key,
+        cache.value,
+        per_column(options.alibi_slopes, shape),
+        per_column(options.sinks, shape),
+        out,
+        None,
+        None,
+        None,
+    )
+    given = [name for name, x in operands._asdict().items() if x is not None]
+    names = (*given, *Operands._fields[-3:])
+    return kernel(
+        functools.partial(_allocate, shape, options, interpret, names),
+        out_type=out_type,
+        grid=(heads, shape.num_shares),
+        grid_names=("head", "share"),
+        num_threads=2,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="paged_decode",
+    )(*(x for x in operands if x is not None))
+
+
+def per_column(x: Any, shape: DecodeShape) -> Any:
+    """Values per query head [.., num_heads] as [.., num_kv_heads, columns] float32, in the order of rows."""
+    if x is None:
+        return None
+    by_group = x.astype(jnp.float32).reshape(-1, shape.dims.num_kv_heads, shape.group)
+    rows = jnp.tile(by_group, shape.max_query_len)
+    return jnp.pad(rows, [(0, 0), (0, 0), (0, shape.columns - shape.rows)])
+
+
+def _allocate(
+    shape: DecodeShape, options: AttentionOptions, interpret: Interpreter | None, names: Sequence[str], *refs: Any
+) -> None:
+    """Allocate shared memory and barriers, and start the two warpgroups."""
+    operands = Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(names, refs, strict=True))})
+    keys, values = shape.tiles("key"), shape.tiles("value")
+
+    def run(**refs: Any) -> None:
+        memory = Memory(**refs)
+        memory = memory._replace(
+            q=split_views(memory.q, interpret),
+            k=keys.views(memory.k, interpret),
+            v=values.views(memory.v, interpret),
+        )
+        wg = lax.axis_index("wg")
+        pl.when(wg == 0)(lambda: _compute(shape, options, operands, memory, interpret))
+        pl.when(wg == 1)(lambda: _load(shape, operands, memory, interpret))
+
+    ring = functools.partial(plgpu.Barrier, num_barriers=shape.stages)
+    pl.run_scoped(
+        run,
+        q=two_views((2, keys.chunks, shape.columns, CHUNK), shape.dtype, interpret),
+        k=keys.smem(interpret),
+        v=values.smem(interpret),
+        p=plgpu.SMEM((shape.columns, shape.tile), shape.dtype, transforms=swizzled(shape.dtype)),
+        o=plgpu.RefUnion(
+            plgpu.SMEM((shape.columns, shape.padded_v_size), shape.out_dtype),
+            plgpu.SMEM((shape.padded_v_size, shape.columns), jnp.float32),
+        ),
+        lse=plgpu.SMEM((shape.columns,), jnp.float32),
+        q_full=plgpu.Barrier(num_arrivals=shape.max_query_len * keys.chunks, num_barriers=2),
+        q_empty=plgpu.Barrier(num_barriers=2),
+        k_full=keys.barrier(),
+        k_empty=ring(),
+        v_full=values.barrier(),
+        v_empty=ring(),
+        collective_axes="wg",
+    )
+
+
+def _for_each_piece(operands: Operands, body: Any) -> None:
+    """Call `body(piece, number of pieces before, number of tiles before)` for each piece of this CTA's share."""
+    share = lax.axis_index("share")
+    first, last, lower, upper = (operands.shares[share, i] for i in range(4))
+
+    def visit(request: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
+        pieces, tiles = before
+        begin = operands.requests[request, field.BEGIN]
+        all_tiles = operands.requests[request, field.TILES]
+        skipped = jnp.maximum(lower - begin, 0)
+        count = jnp.maximum(jnp.minimum(upper - begin, all_tiles) - skipped, 0)
+        piece = Piece(
+            request,
+            operands.requests[request, field.FIRST_TILE] + skipped,
+            count,
+            skipped == 0,
+            count == all_tiles,
+            *(operands.requests[request, f] for f in (field.KV_LEN, field.Q_START, field.Q_LEN, field.DAMAGED)),
+        )
+        pl.when(count > 0)(lambda: body(piece, pieces, tiles))
+        return pieces + jnp.where(count > 0, 1, 0), tiles + count
+
+    lax.fori_loop(first, last + 1, visit, (jnp.int32(0), jnp.int32(0)))
+
+
+# The warpgroup that loads.
+
+
+def _load(shape: DecodeShape, operands: Operands, memory: Memory, interpret: Interpreter | None) -> None:
+    head = lax.axis_index("head")
+    streams = (
+        (shape.tiles("key"), operands.key, memory.k, memory.k_full, memory.k_empty),
+        (shape.tiles("value"), _value_buffer(operands), memory.v, memory.v_full, memory.v_empty),
+    )
+    keys = streams[0][0]
+
+    def load_piece(piece: Piece, pieces: Any, tiles: Any) -> None:
+        _load_query(shape, operands, memory, piece, pieces)
+        last_block = lax.div(jnp.maximum(piece.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
+
+        def blocks(i: Any) -> tuple[Any, ...]:
+            return keys.blocks(operands.table, piece.request, piece.first_tile + i, last_block)
+
+        def load_tile(i: Any, current: tuple[Any, ...]) -> tuple[Any, ...]:
+            following = blocks(i + 1)
+            slot = lax.rem(tiles + i, jnp.int32(shape.stages))
+            for stream, buffer, smem, full, empty in streams:
+                pl.when(tiles + i >= shape.stages)(lambda empty=empty: plgpu.barrier_wait(empty.at[slot]))
+                stream.copy(buffer, smem, slot, current, piece.first_tile + i, head, full)
+            return following
+
+        lax.fori_loop(0, piece.count, load_tile, blocks(jnp.int32(0)))
+
+    _for_each_piece(operands, load_piece)
+
+
+def _value_buffer(operands: Operands) -> Any:
+    return operands.key if operands.value is None else operands.value
+
+
+def _load_query(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, pieces: Any) -> None:
+    slot = lax.rem(pieces, jnp.int32(2))
+    heads = pl.ds(lax.axis_index("head") * shape.group, shape.group)
+    pl.when(pieces >= 2)(lambda: plgpu.barrier_wait(memory.q_empty.at[slot]))
+    for token in range(shape.max_query_len):
+        # Rows past the request's are another's, or this last one again: their results are not stored.
+        row = jnp.minimum(piece.q_start + token, shape.num_tokens - 1)
+        for c in range(shape.tiles("key").chunks):
+            source = operands.query.at[row, heads, chunk_slice(c, shape.dims.head_size)]
+            target = memory.q.tma.at[slot, c, pl.ds(token * shape.group, shape.group), :]
+            plgpu.copy_gmem_to_smem(source, target, memory.q_full.at[slot])
+
+
+# The warpgroup that computes.
+
+
+def _compute(
+    shape: DecodeShape, options: AttentionOptions, operands: Operands, memory: Memory, interpret: Interpreter | None
+) -> None:
+    def attend(piece: Piece, pieces: Any, tiles: Any) -> None:
+        q_slot = lax.rem(pieces, jnp.int32(2))
+        plgpu.barrier_wait(memory.q_full.at[q_slot])
+        step = functools.partial(_step, shape, options, operands, memory, interpret, piece, q_slot, tiles)
+        state = _empty_state(shape)
+        for first, end, how in _loops(shape, options, piece):
+            state = lax.fori_loop(first, end, functools.partial(step, **how), state)
+        plgpu.barrier_arrive(memory.q_empty.at[q_slot])
+        _store(shape, operands, memory, piece, state, interpret)
+
+    _for_each_piece(operands, attend)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _empty_state(shape: DecodeShape) -> Softmax:
+    def by_row(value: float) -> Any:
+        return plgpu.layout_cast(jnp.full((shape.columns,), value, jnp.float32), BY_ROW)
+
+    sizes = shape.tiles("value").part_sizes
+    acc = tuple(plgpu.layout_cast(jnp.zeros((n, shape.columns), jnp.float32), plgpu.Layout.WGMMA) for n in sizes)
+    return Softmax(by_row(-jnp.inf), by_row(0.0), acc)
+
+
+def _loops(shape: DecodeShape, options: AttentionOptions, piece: Piece) -> list[tuple[Any, Any, dict[str, bool]]]:
+    """Ranges of a piece's tiles and how to treat each: masked or not, and with an eye to blocks out of range."""
+    first_pos, last_pos = piece.kv_len - piece.q_len, piece.kv_len - 1
+    left, right = options.window
+    upper = jnp.minimum(piece.kv_len, first_pos + 1) if options.causal else piece.kv_len
+    if right is not None:
+        upper = jnp.minimum(upper, first_pos + right + 1)
+    sound = jnp.where(piece.damaged != 0, 0, piece.count)
+    full_end = jnp.clip(lax.div(upper, jnp.int32(shape.tile)) - piece.first_tile, 0, sound)
+    full_first = jnp.int32(0)
+    if left is not None:
+        first_full = lax.div(jnp.maximum(last_pos - left, 0) + (shape.tile - 1), jnp.int32(shape.tile))
+        full_first = jnp.clip(first_full - piece.first_tile, 0, sound)
+        full_end = jnp.maximum(full_end, full_first)
+    if options.mask_mod is not None:
+        full_first = full_end = jnp.int32(0)
+    loops = []
+    if left is not None and options.mask_mod is None:
+        loops.append((0, full_first, {"masked": True}))
+    if options.mask_mod is None:
+        loops.append((full_first, full_end, {}))
+    loops.append((full_end, sound, {"masked": True}))
+    loops.append((sound, piece.count, {"masked": True, "checked": True}))
+    return loops
+
+
+def _step(
+    shape: DecodeShape,
+    options: AttentionOptions,
+    operands: Operands,
+    memory: Memory,
+    interpret: Interpreter | None,
+    piece: Piece,
+    q_slot: Any,
+    tiles: Any,
+    i: Any,
+    state: Softmax,
+    *,
+    masked: bool = False,
+    checked: bool = False,
+) -> Softmax:
+    """One tile: scores, online softmax, and its values onto the output."""
+    keys, values = shape.tiles("key"), shape.tiles("value")
+    slot = lax.rem(tiles + i, jnp.int32(shape.stages))
+    tile = piece.first_tile + i
+    plgpu.barrier_wait(memory.k_full.at[slot])
+    chunks = [(keys.chunk(memory.k, slot, c), transposed(memory.q.tensor_core.at[q_slot, c])) for c in range(keys.chunks)]
+    s = dot(chunks, (shape.tile, shape.columns), interpret)
+    plgpu.barrier_arrive(memory.k_empty.at[slot])
+
+    place = _place(shape, options, operands, piece, tile)
+    s = log2_scores(s, options, place)
+    readable = _readable_rows(shape, operands, piece, tile) if checked else None
+    if masked:
+        keep = kept(options, place, piece.kv_len)
+        if readable is not None:
+            keep &= readable(s.shape)
+        s = jnp.where(keep, s, -jnp.inf)
+    peak = jnp.maximum(state.peak, s.max(axis=0))
+    # A row may have nothing to attend to so far: then any finite shift gives exp2(-inf) = 0 where -inf would give NaN.
+    shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked or options.score_mod is not None else peak
+    p = jnp.exp2(s - lax.broadcast_in_dim(shift, s.shape, [1]))
+    decay = jnp.exp2(state.peak - shift)
+    total = state.total * decay + p.sum(axis=0)
+    acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [1]) for a in state.acc)
+    transposed(memory.p)[...] = p.astype(shape.dtype)
+
+    plgpu.barrier_wait(memory.v_full.at[slot])
+    if masked:
+        _clear_unused_values(shape, options, memory, piece, tile, slot, readable)
+    plgpu.commit_smem()
+    parts = [transposed(v) for v in values.parts(memory.v, slot)]
+    acc = dot_onto(acc, parts, [transposed(memory.p)] * len(parts), interpret)
+    plgpu.barrier_arrive(memory.v_empty.at[slot])
+    return Softmax(peak, total, acc)
+
+
+def _iota(shape: tuple[int, int], axis: int) -> Any:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, piece: Piece, tile: Any) -> TilePlace:
+    size = (shape.tile, shape.columns)
+    row = _iota(size, 1)
+    kv_pos = _iota(size, 0) + tile * shape.tile
+    token = lax.div(row, jnp.full(size, shape.group, jnp.int32)) if shape.max_query_len > 1 else jnp.zeros_like(row)
+    head = row - token * shape.group + lax.axis_index("head") * shape.group
+    slope = None
+    if operands.slopes is not None:
+        request = piece.request if operands.slopes.shape[0] > 1 else 0
+        vector = plgpu.load(operands.slopes.at[request, lax.axis_index("head")], layout=BY_ROW, optimized=False)
+        slope = lax.broadcast_in_dim(vector, size, [1])
+    return TilePlace(piece.request, head, token + (piece.kv_len - piece.q_len), kv_pos, slope)
+
+
+def _readable_rows(shape: DecodeShape, operands: Operands, piece: Piece, tile: Any) -> Any:
+    """A function that gives, for arrays whose rows are a tile's positions, which of them lie in a block that exists."""
+    keys = shape.tiles("key")
+    last_block = lax.div(jnp.maximum(piece.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
+    blocks = keys.blocks(operands.table, piece.request, tile, last_block)
+
+    def rows(size: tuple[int, int]) -> Any:
+        position = _iota(size, 0)
+        missing = jnp.zeros(size, jnp.int32)
+        for j, block in enumerate(blocks):
+            mine = (position >= j * keys.rows) & (position < (j + 1) * keys.rows)
+            missing = jnp.where(mine, jnp.full(size, jnp.where(keys.in_range(block), 0, 1)), missing)
+        return missing == 0
+
+    return rows
+
+
+def _clear_unused_values(
+    shape: DecodeShape, options: AttentionOptions, memory: Memory, piece: Piece, tile: Any, slot: Any, readable: Any
+) -> None:
+    """Values of positions that no row attends to may be anything, NaN too, and 0 * NaN is NaN: make them 0."""
+    low, high = attended_range(options, piece.kv_len - piece.q_len, piece.kv_len - 1, piece.kv_len)
+    for part in shape.tiles("value").parts(memory.v, slot):
+        position = _iota(part.shape, 0) + tile * shape.tile
+        used = (position >= low) & (position < high)
+        if readable is not None:
+            used &= readable(part.shape)
+        v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+        part[...] = jnp.where(used, v, jnp.zeros_like(v))
+
+
+def _store(
+    shape: DecodeShape,
+    operands: Operands,
+    memory: Memory,
+    piece: Piece,
+    state: Softmax,
+    interpret: Interpreter | None,
+) -> None:
+    """Divide by the sums, and send a whole request's rows to the output, a part's to the workspace."""
+    head, share = lax.axis_index("head"), lax.axis_index("share")
+    attended = state.total > 0
+    lse = jnp.where(attended, state.peak + jnp.log2(state.total), -jnp.inf)
+    weight = jnp.where(attended, 1.0 / state.total, 0.0)
+    sizes = shape.tiles("value").part_sizes
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous piece has left shared memory
+    store(memory.lse, lse, interpret)
+
+    @pl.when(piece.whole)
+    def _to_output() -> None:
+        factor = weight
+        if operands.sinks is not None:
+            sink = plgpu.load(operands.sinks.at[0, head], layout=BY_ROW, optimized=False)
+            factor = jnp.where(attended, weight / (1.0 + jnp.exp2(sink * LOG2E - lse)), 0.0)
+        for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True)):
+            o = a * lax.broadcast_in_dim(factor, a.shape, [1])
+            store(transposed(memory.o[0].at[:, pl.ds(c * CHUNK, size)]), o.astype(shape.out_dtype), interpret)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(memory.lse, operands.whole_lse.at[piece.request, head])
+        heads = pl.ds(head * shape.group, shape.group)
+        columns = padded_slice(0, shape.padded_v_size, shape.dims.v_head_size)
+        for token in range(shape.max_query_len):
+
+            @pl.when(token < piece.q_len)
+            def _(token: int = token) -> None:
+                rows = memory.o[0].at[pl.ds(token * shape.group, shape.group), :]
+                plgpu.copy_smem_to_gmem(rows, operands.out.at[piece.q_start + token, heads, columns])
+
+    @pl.when(~piece.whole)
+    def _to_workspace() -> None:
+        for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True)):
+            o = a * lax.broadcast_in_dim(weight, a.shape, [1])
+            store(memory.o[1].at[pl.ds(c * CHUNK, size), :], o, interpret)
+        plgpu.commit_smem()
+        part = 2 * share + jnp.where(piece.starts_request, 0, 1)
+        plgpu.copy_smem_to_gmem(memory.lse, operands.part_lse.at[part, head])
+        plgpu.copy_smem_to_gmem(memory.o[1], operands.part_out.at[part, head])

@@ -1,0 +1,45 @@
+"""The one way in to Pallas' Mosaic GPU backend: compile a kernel for a GPU, or interpret it on the CPU."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Interpreter = plgpu.InterpretGPUParams
+_interpreter: contextvars.ContextVar[Interpreter | None] = contextvars.ContextVar("jaxpaged_interpreter", default=None)
+
+
+@contextlib.contextmanager
+def interpreted(**params: Any) -> Iterator[None]:
+    """Within it, the kernels run in Pallas' interpreter, on any machine.
+
+    Args:
+      params: of `plgpu.InterpretGPUParams`; by default races are looked for, memory that nothing wrote is NaN, and reads
+        out of bounds are errors.
+    """
+    defaults = {"detect_races": True, "out_of_bounds_reads": "raise", "uninitialized_memory": "nan"}
+    token = _interpreter.set(Interpreter(**{**defaults, **params}))
+    try:
+        yield
+    finally:
+        _interpreter.reset(token)
+
+
+def interpreter() -> Interpreter | None:
+    """The interpreter's parameters within `interpreted`, else None. Hashable: a static argument of jitted functions."""
+    return _interpreter.get()
+
+
+def kernel(body: Callable[..., None], *, interpret: Interpreter | None, **options: Any) -> Any:
+    """`plgpu.kernel`, interpreted where `interpret` says so."""
+    return plgpu.kernel(body, interpret=interpret, **options)
+
+
+def store(ref: Any, value: Any, interpret: Interpreter | None) -> None:
+    """Store registers to memory of any form, be it slowly: jax 0.12 refuses `ref[...] = value` where that has bank conflicts."""
+    if interpret is None and hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

@@ -1,0 +1,153 @@
+"""Tiles of consecutive positions of a request, brought block by block from a paged cache to shared memory."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxpaged.metadata.layout import CacheDims, KVLayout, Which
+from jaxpaged.pallas.mosaic import Interpreter
+from jaxpaged.pallas.paged_rows import rows_index
+
+CHUNK = 64
+"""Columns of a head that lie together in shared memory: 128 bytes of 16-bit numbers, a swizzled row."""
+
+
+def chunk_columns(dtype: Any) -> int:
+    """Columns of numbers of any type that fill a swizzled row."""
+    return 128 // jnp.dtype(dtype).itemsize
+
+
+def swizzled(dtype: Any) -> tuple[Any, ...]:
+    """How rows of a chunk lie in shared memory for wgmma, and for registers without bank conflicts."""
+    return (plgpu.TilingTransform((8, chunk_columns(dtype))), plgpu.SwizzleTransform(128))
+
+
+def two_views(dims: tuple[int, ...], dtype: Any, interpret: Interpreter | None) -> Any:
+    """Shared memory [.., rows, chunk columns] as wgmma and registers see it, and as TMA fills it row by row.
+
+    The bytes are the same; but TMA through a tiled view takes rows by eights only, and whole heads.
+    """
+    transforms = swizzled(dtype)
+    views = [plgpu.SMEM(dims, dtype, transforms=transforms), plgpu.SMEM(dims, dtype, transforms=transforms[1:])]
+    # The interpreter, which knows nothing of tiling, takes a read through one view of what the other wrote for a fault.
+    return plgpu.RefUnion(*views) if interpret is None else views[0]
+
+
+class Views(NamedTuple):
+    """The two views of a piece of shared memory; see `two_views`."""
+
+    tensor_core: Any
+    tma: Any
+
+
+def split_views(ref: Any, interpret: Interpreter | None) -> Views:
+    """The views of what `two_views` allocated."""
+    return Views(ref, ref) if interpret is not None else Views(*ref)
+
+
+def padded_slice(start: int, size: int, head_size: int) -> Any:
+    """Columns of a head in global memory, perhaps past its end: TMA reads zeros and writes nothing there."""
+    if start + size <= head_size:
+        return pl.ds(start, size)
+    # Where a slice with a start known to Pallas leaves the array it is refused.
+    return pl.ds(start + lax.div(lax.axis_index("wg"), jnp.int32(2**20)), size)
+
+
+def chunk_slice(c: int, head_size: int, columns: int = CHUNK) -> Any:
+    """The columns of a chunk, perhaps past a head's end."""
+    return padded_slice(c * columns, columns, head_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedTiles:
+    """A ring of tiles of keys or of values of one kv head.
+
+    Heads whose size is no multiple of `CHUNK` are padded with zeros in shared memory, which TMA writes past a row's end.
+    """
+
+    which: Which
+    layout: KVLayout
+    dims: CacheDims
+    dtype: Any
+    tile: int
+    stages: int
+
+    @property
+    def head_size(self) -> int:
+        return self.dims.head_size if self.which == "key" else self.dims.v_head_size
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.head_size // CHUNK)
+
+    @property
+    def _whole(self) -> bool:
+        return self.head_size % CHUNK == 0
+
+    @property
+    def rows(self) -> int:
+        """Consecutive positions that lie in one block whatever the tile: a copy."""
+        return math.gcd(self.dims.block_size, self.tile)
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill a tile."""
+        return self.tile // self.rows * (1 if self._whole else self.chunks)
+
+    def smem(self, interpret: Interpreter | None) -> Any:
+        if self._whole:
+            return plgpu.SMEM((self.stages, self.tile, self.head_size), self.dtype, transforms=swizzled(self.dtype))
+        return two_views((self.stages * self.chunks, self.tile, CHUNK), self.dtype, interpret)
+
+    def views(self, ref: Any, interpret: Interpreter | None) -> Any:
+        """What the other methods take for the shared memory that `smem` allocated."""
+        return ref if self._whole else split_views(ref, interpret)
+
+    def barrier(self) -> Any:
+        """Completes when a tile is there."""
+        return plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
+
+    def blocks(self, table: Any, request: Any, tile: Any, last_block: Any) -> tuple[Any, ...]:
+        """The physical blocks of a tile's copies; past a request's last block that one again, so none beyond is read."""
+        block_size = jnp.int32(self.dims.block_size)
+        firsts = [tile * self.tile + j for j in range(0, self.tile, self.rows)]
+        return tuple(table[request, jnp.minimum(lax.div(first, block_size), last_block)] for first in firsts)
+
+    def in_range(self, block: Any) -> Any:
+        return (block >= 0) & (block < self.dims.num_blocks)
+
+    def copy(self, buffer: Any, smem: Any, slot: Any, blocks: Any, tile: Any, head: Any, barrier: Any) -> None:
+        """Start filling a slot of the ring with the rows of a tile."""
+        for j, block in enumerate(blocks):
+            block = jnp.clip(block, 0, self.dims.num_blocks - 1)  # of a block out of range nothing shows, whatever is read
+            offset = lax.rem(tile * self.tile + j * self.rows, jnp.int32(self.dims.block_size))
+            target, rows = pl.ds(j * self.rows, self.rows), pl.ds(offset, self.rows)
+            index = functools.partial(rows_index, self.layout, self.dims, self.which, block, rows, head)
+            if self._whole:
+                plgpu.copy_gmem_to_smem(buffer.at[index()], smem.at[slot, target, :], barrier.at[slot])
+                continue
+            for c in range(self.chunks):
+                part = buffer.at[index(chunk_slice(c, self.head_size))]
+                plgpu.copy_gmem_to_smem(part, smem.tma.at[slot * self.chunks + c, target, :], barrier.at[slot])
+
+    def chunk(self, smem: Any, slot: Any, c: int, rows: int | None = None) -> Any:
+        """A chunk of a tile's first rows, [rows, CHUNK], as wgmma and registers see it."""
+        return self.parts(smem, slot, rows, columns=pl.ds(c * CHUNK, CHUNK))[0 if self._whole else c]
+
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        """Columns of each of the `parts`."""
+        return (self.head_size,) if self._whole else (CHUNK,) * self.chunks
+
+    def parts(self, smem: Any, slot: Any, rows: int | None = None, first: int = 0, columns: Any = slice(None)) -> list[Any]:
+        """Rows of a tile in as few pieces as can be, [rows, columns] each."""
+        where = slice(None) if rows in (None, self.tile) else pl.ds(first, rows)
+        if self._whole:
+            return [smem.at[slot, where, columns]]
+        return [smem.tensor_core.at[slot * self.chunks + c, where, :] for c in range(self.chunks)]

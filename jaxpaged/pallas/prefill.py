@@ -1,0 +1,645 @@
+"""Attention of many new tokens a request to a paged cache, at the rate of the tensor cores.
+
+Persistent CTAs walk through the items of a plan: 128 rows of queries, the tokens of one query head or fewer tokens of
+all heads of a kv head. Two warpgroups compute 64 rows each and take turns on the tensor cores, one multiplying while the
+other does its softmax (FlashAttention-3, Shah et al., 2024); a third brings queries, keys and values by TMA, each from
+a warp of its own, and runs ahead into the next item.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxpaged.metadata.batch import PagedBatch
+from jaxpaged.metadata.kv_cache import KVCache
+from jaxpaged.metadata.layout import CacheDims, KVLayout
+from jaxpaged.pallas import prefill_plan as field
+from jaxpaged.pallas.matmul import dot, dot_onto, transposed
+from jaxpaged.pallas.mosaic import Interpreter, kernel, store
+from jaxpaged.pallas.paged_tiles import CHUNK, PagedTiles, chunk_columns, chunk_slice, split_views, two_views
+from jaxpaged.pallas.prefill_plan import PrefillPlan, PrefillTiling
+from jaxpaged.pallas.ranges import attended_range
+from jaxpaged.pallas.scores import LOG2E, TilePlace, kept, log2_scores
+from jaxpaged.reference.attention import AttentionOptions
+
+WG_ROWS = 64
+"""Rows of a warpgroup: what one wgmma computes."""
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillShape:
+    """What a prefill kernel is compiled for.
+
+    Attributes:
+      group: query heads a kv head.
+      stages, q_stages: slots of the ring of keys and values, and of queries.
+      o_slots: chunks of a warpgroup's output that leave shared memory together.
+      half_steps: whether the last step is a half where a warpgroup's rows need no more.
+      registers: of a thread that computes, and of one that loads.
+    """
+
+    layout: KVLayout
+    dims: CacheDims
+    dtype: Any
+    out_dtype: Any
+    num_tokens: int
+    group: int
+    tiling: PrefillTiling
+    stages: int
+    q_stages: int
+    o_slots: int
+    half_steps: bool
+    registers: tuple[int, int]
+    return_lse: bool
+
+    def tiles(self, which: Any) -> PagedTiles:
+        return PagedTiles(which, self.layout, self.dims, self.dtype, self.tiling.step, self.stages)
+
+    @property
+    def o_chunk(self) -> int:
+        """Columns of a chunk of the output."""
+        return chunk_columns(self.out_dtype)
+
+    @property
+    def o_chunks(self) -> int:
+        return -(-self.dims.v_head_size // self.o_chunk)
+
+    @property
+    def wg_tokens(self) -> int:
+        """Tokens of a warpgroup's rows."""
+        return min(self.tiling.tokens, WG_ROWS)
+
+    @property
+    def heads_per_wg(self) -> int:
+        """Query heads of a warpgroup's rows: head by head, the tokens of each."""
+        return WG_ROWS // self.wg_tokens
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether the second warpgroup has the tile's later tokens, or else its other heads."""
+        return self.tiling.tokens == 2 * WG_ROWS
+
+    def head_slots(self, wg: int) -> list[int]:
+        """Index in the group of the query head of each of a warpgroup's slots; some slots may stay empty."""
+        if not self.tiling.packed or self.splits_tokens:
+            return [0]
+        heads = [wg * self.heads_per_wg + slot for slot in range(self.heads_per_wg)]
+        return [head for head in heads if head < self.group]
+
+
+class Operands(NamedTuple):
+    """References to global memory."""
+
+    work: Any
+    counts: Any
+    table: Any
+    query: Any
+    key: Any
+    value: Any
+    slopes: Any
+    sinks: Any
+    out: Any
+    lse: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory and barriers of a CTA."""
+
+    q: Any
+    o: Any
+    lse: Any
+    k: Any
+    v: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    turns: Any
+
+
+class Item(NamedTuple):
+    """One item of the plan."""
+
+    first_row: Any
+    rows: Any
+    first_pos: Any
+    request: Any
+    kv_len: Any
+    head: Any
+    first_step: Any
+    steps: Any
+    damaged: Any
+    tile: Any
+
+
+class Softmax(NamedTuple):
+    """Running maximum and sum of each row, and its output by pieces of the head."""
+
+    peak: Any
+    total: Any
+    acc: tuple[Any, ...]
+
+
+def prefill(
+    query: Any,
+    cache: KVCache,
+    batch: PagedBatch,
+    plan: PrefillPlan,
+    options: AttentionOptions,
+    shape: PrefillShape,
+    out: Any,
+    interpret: Interpreter | None,
+) -> Any:
+    """Write the rows of the plan's requests to `out`, a reference to [num_tokens, num_heads, v_head_size].
+
+    Returns:
+      The lses in units of log 2 [most tiles, heads of the plan, 2 * WG_ROWS] float32, or None when not asked for.
+    """
+    heads = shape.dims.num_kv_heads * (1 if shape.tiling.packed else shape.group)
+    most = field.most_tiles(shape.num_tokens, batch.num_reqs, shape.tiling)
+    slopes, sinks = (None if x is None else x.astype(jnp.float32) for x in (options.alibi_slopes, options.sinks))
+    slopes = None if slopes is None else slopes.reshape(-1, slopes.shape[-1])
+    given = Operands(
+        plan.work, plan.counts, batch.block_table, query, cache.key, cache.value, slopes, sinks, out, None
+    )
+    names = [name for name, x in given._asdict().items() if x is not None]
+    out_type = [jax.ShapeDtypeStruct((most, heads, 2 * WG_ROWS), jnp.float32)] if shape.return_lse else []
+    results = kernel(
+        functools.partial(_allocate, shape, options, interpret, names + ["lse"] * len(out_type)),
+        out_type=out_type,
+        grid=(shape.tiling.num_ctas,),
+        grid_names=("cta",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        interpret=interpret,
+        kernel_name="paged_prefill",
+    )(*(x for x in given if x is not None))
+    return results[0] if shape.return_lse else None
+
+
+def _allocate(
+    shape: PrefillShape, options: AttentionOptions, interpret: Interpreter | None, names: Sequence[str], *refs: Any
+) -> None:
+    """Allocate shared memory and barriers, and start the three warpgroups."""
+    operands = Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(names, refs, strict=True))})
+    keys, values = shape.tiles("key"), shape.tiles("value")
+
+    def run(**refs: Any) -> None:
+        memory = Memory(**{**dict.fromkeys(Memory._fields), **refs})
+        memory = memory._replace(
+            q=split_views(memory.q, interpret),
+            o=split_views(memory.o, interpret),
+            k=keys.views(memory.k, interpret),
+            v=values.views(memory.v, interpret),
+        )
+        wg = lax.axis_index("wg")
+        pl.when(wg < 2)(lambda: _compute(shape, options, operands, memory, interpret))
+        pl.when(wg == 2)(lambda: _load(shape, operands, memory, interpret))
+
+    # A copy fills a slot of heads of one chunk.
+    q_copies = keys.chunks * sum(len(shape.head_slots(wg)) for wg in range(2))
+    barriers = functools.partial(plgpu.Barrier, num_arrivals=2)
+    lse = {"lse": [plgpu.SMEM((WG_ROWS,), jnp.float32)] * 2} if shape.return_lse else {}
+    pl.run_scoped(
+        run,
+        q=two_views((shape.q_stages * 2 * keys.chunks, WG_ROWS, CHUNK), shape.dtype, interpret),
+        o=two_views((2 * shape.o_slots, WG_ROWS, shape.o_chunk), shape.out_dtype, interpret),
+        k=keys.smem(interpret),
+        v=values.smem(interpret),
+        q_full=plgpu.Barrier(num_arrivals=q_copies, num_barriers=shape.q_stages),
+        q_empty=barriers(num_barriers=shape.q_stages),
+        k_full=keys.barrier(),
+        k_empty=barriers(num_barriers=shape.stages),
+        v_full=values.barrier(),
+        v_empty=barriers(num_barriers=shape.stages),
+        turns=barriers(),
+        **lse,
+        collective_axes="wg",
+    )
+
+
+def _for_each_item(operands: Operands, body: Any) -> Any:
+    """Call `body(item, number of items before, number of steps before)` for each item of this CTA.
+
+    An item's fields are read while the one before is worked on.
+    """
+    cta = lax.axis_index("cta")
+    count = operands.counts[cta]
+
+    def read(k: Any) -> Item:
+        known = jnp.maximum(jnp.minimum(k, count - 1), 0)
+        return Item(*(operands.work[cta, known, f] for f in range(field.NUM_FIELDS)))
+
+    def visit(k: Any, carry: tuple[Any, Item]) -> tuple[Any, Item]:
+        steps, item = carry
+        following = read(k + 1)
+        body(item, k, steps)
+        return steps + item.steps, following
+
+    return lax.fori_loop(0, count, visit, (jnp.int32(0), read(jnp.int32(0))))[0]
+
+
+# The warpgroup that loads.
+
+
+def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: Interpreter | None) -> None:
+    plgpu.set_max_registers(shape.registers[1], action="decrease")
+    value = operands.key if operands.value is None else operands.value
+
+    @plgpu.warp_map
+    def _(warp: Any) -> None:
+        keys, values = shape.tiles("key"), shape.tiles("value")
+        pl.when(warp == 0)(
+            lambda: _load_tiles(shape, operands, keys, operands.key, memory.k, memory.k_full, memory.k_empty, interpret)
+        )
+        pl.when(warp == 1)(
+            lambda: _load_tiles(shape, operands, values, value, memory.v, memory.v_full, memory.v_empty, interpret)
+        )
+        pl.when(warp == 2)(lambda: _load_queries(shape, operands, memory, interpret))
+
+
+def _load_tiles(
+    shape: PrefillShape,
+    operands: Operands,
+    tiles: PagedTiles,
+    buffer: Any,
+    smem: Any,
+    full: Any,
+    empty: Any,
+    interpret: Interpreter | None,
+) -> None:
+    def load_item(item: Item, k: Any, steps: Any) -> None:
+        head = item.head if shape.tiling.packed else lax.div(item.head, jnp.int32(shape.group))
+        last_block = lax.div(jnp.maximum(item.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
+
+        def blocks(i: Any) -> tuple[Any, ...]:
+            return tiles.blocks(operands.table, item.request, item.first_step + i, last_block)
+
+        def load_step(i: Any, current: tuple[Any, ...]) -> tuple[Any, ...]:
+            following = blocks(i + 1)
+            slot = lax.rem(steps + i, jnp.int32(shape.stages))
+            pl.when(steps + i >= shape.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            tiles.copy(buffer, smem, slot, current, item.first_step + i, head, full)
+            return following
+
+        lax.fori_loop(0, item.steps, load_step, blocks(jnp.int32(0)))
+
+    total = _for_each_item(operands, load_item)
+    if interpret is not None:
+        _drain(empty, total, shape.stages)
+
+
+def _load_queries(shape: PrefillShape, operands: Operands, memory: Memory, interpret: Interpreter | None) -> None:
+    chunks = shape.tiles("key").chunks
+
+    def load_item(item: Item, k: Any, steps: Any) -> None:
+        slot = lax.rem(k, jnp.int32(shape.q_stages))
+        pl.when(k >= shape.q_stages)(lambda: plgpu.barrier_wait(memory.q_empty.at[slot]))
+        for wg in range(2):
+            first = item.first_row + (wg * WG_ROWS if shape.splits_tokens else 0)
+            # Rows past a request's are another's, or zeros past the query's end: their results are not stored.
+            rows = pl.ds(jnp.minimum(first, shape.num_tokens - 1), shape.wg_tokens)
+            for place, head in enumerate(shape.head_slots(wg)):
+                q_head = item.head * shape.group + head if shape.tiling.packed else item.head
+                for c in range(chunks):
+                    source = operands.query.at[rows, q_head, chunk_slice(c, shape.dims.head_size)]
+                    target = memory.q.tma.at[
+                        (slot * 2 + wg) * chunks + c, pl.ds(place * shape.wg_tokens, shape.wg_tokens), :
+                    ]
+                    plgpu.copy_gmem_to_smem(source, target, memory.q_full.at[slot])
+
+    _for_each_item(operands, load_item)
+    if interpret is not None:
+        _drain(memory.q_empty, operands.counts[lax.axis_index("cta")], shape.q_stages)
+
+
+def _drain(empty: Any, total: Any, stages: int) -> None:
+    """Observe the last phases of a ring: the interpreter insists on it."""
+
+    def wait(i: Any, _: None) -> None:
+        plgpu.barrier_wait(empty.at[lax.rem(i, jnp.int32(stages))])
+
+    lax.fori_loop(jnp.maximum(total - stages, 0), total, wait, None)
+
+
+# The warpgroups that compute.
+
+
+def _compute(
+    shape: PrefillShape, options: AttentionOptions, operands: Operands, memory: Memory, interpret: Interpreter | None
+) -> None:
+    plgpu.set_max_registers(shape.registers[0], action="increase")
+    wg = lax.axis_index("wg")
+    take_turn = functools.partial(_take_turn, memory)
+    pl.when(wg == 1)(take_turn)  # the second warpgroup lets the first go ahead
+
+    def attend(item: Item, k: Any, steps: Any) -> None:
+        q_slot = lax.rem(k, jnp.int32(shape.q_stages))
+        plgpu.barrier_wait(memory.q_full.at[q_slot])
+        pl.when(item.steps > 0)(lambda: plgpu.barrier_wait(memory.k_full.at[lax.rem(steps, jnp.int32(shape.stages))]))
+        step = functools.partial(_step, shape, options, operands, memory, interpret, item, q_slot, steps)
+        state = _empty_state(shape)
+        for first, end, how in _loops(shape, options, item):
+            state = lax.fori_loop(first, end, functools.partial(step, **how), state)
+        plgpu.barrier_arrive(memory.q_empty.at[q_slot])
+        _store(shape, operands, memory, item, state, interpret)
+
+    _for_each_item(operands, attend)
+    pl.when(wg == 0)(take_turn)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _take_turn(memory: Memory) -> None:
+    """Let the other warpgroup on to the tensor cores, and wait until it lets this one on."""
+    plgpu.barrier_arrive(memory.turns)
+    plgpu.barrier_wait(memory.turns)
+
+
+def _empty_state(shape: PrefillShape) -> Softmax:
+    def by_row(value: float) -> Any:
+        return plgpu.layout_cast(jnp.full((WG_ROWS,), value, jnp.float32), BY_ROW)
+
+    sizes = shape.tiles("value").part_sizes
+    acc = tuple(plgpu.layout_cast(jnp.zeros((WG_ROWS, n), jnp.float32), plgpu.Layout.WGMMA) for n in sizes)
+    return Softmax(by_row(-jnp.inf), by_row(0.0), acc)
+
+
+def _wg_first(shape: PrefillShape) -> Any:
+    """Index in the tile of this warpgroup's first token."""
+    return lax.axis_index("wg") * WG_ROWS if shape.splits_tokens else jnp.int32(0)
+
+
+def _loops(shape: PrefillShape, options: AttentionOptions, item: Item) -> list[tuple[Any, Any, dict[str, Any]]]:
+    """Ranges of an item's steps and how to treat each: masked or not, half, and with an eye to blocks out of range."""
+    size = jnp.int32(shape.tiling.step)
+    first_pos = item.first_pos + _wg_first(shape)
+    last_pos = first_pos + (shape.wg_tokens - 1)
+    left, right = options.window
+    upper = jnp.minimum(item.kv_len, first_pos + 1) if options.causal else item.kv_len
+    if right is not None:
+        upper = jnp.minimum(upper, first_pos + right + 1)
+    sound = jnp.where(item.damaged != 0, 0, item.steps)
+    full_first = jnp.int32(0)
+    full_end = jnp.clip(lax.div(jnp.maximum(upper, 0), size) - item.first_step, 0, sound)
+    if left is not None:
+        first_full = lax.div(jnp.maximum(last_pos - left, 0) + (size - 1), size)
+        full_first = jnp.clip(first_full - item.first_step, 0, sound)
+        full_end = jnp.maximum(full_end, full_first)
+    loops: list[tuple[Any, Any, dict[str, Any]]] = []
+    if options.mask_mod is None:
+        if left is not None:
+            loops.append((0, full_first, {"masked": True}))
+        loops.append((full_first, full_end, {}))
+    else:
+        full_end = jnp.int32(0)
+    masked_end = sound
+    if shape.half_steps:
+        rows = jnp.minimum(item.rows - _wg_first(shape), shape.wg_tokens)
+        _, high = attended_range(options, first_pos, first_pos + rows - 1, item.kv_len)
+        last_start = (item.first_step + item.steps - 1) * size
+        needs_half = (high - last_start <= shape.tiling.step // 2) & (sound > full_end)
+        masked_end = sound - jnp.where(needs_half, 1, 0)
+    loops.append((full_end, masked_end, {"masked": True}))
+    if shape.half_steps:
+        loops.append((masked_end, sound, {"masked": True, "width": shape.tiling.step // 2}))
+    loops.append((sound, item.steps, {"masked": True, "checked": True}))
+    return loops
+
+
+def _step(
+    shape: PrefillShape,
+    options: AttentionOptions,
+    operands: Operands,
+    memory: Memory,
+    interpret: Interpreter | None,
+    item: Item,
+    q_slot: Any,
+    steps: Any,
+    i: Any,
+    state: Softmax,
+    *,
+    masked: bool = False,
+    checked: bool = False,
+    width: int | None = None,
+) -> Softmax:
+    """One step: scores, online softmax, and the step's values onto the output."""
+    keys, values = shape.tiles("key"), shape.tiles("value")
+    wg = lax.axis_index("wg")
+    width = width or shape.tiling.step
+    size = (WG_ROWS, width)
+    slot = lax.rem(steps + i, jnp.int32(shape.stages))
+    q_chunks = [memory.q.tensor_core.at[(q_slot * 2 + wg) * keys.chunks + c] for c in range(keys.chunks)]
+    k_chunks = [transposed(keys.chunk(memory.k, slot, c, width)) for c in range(keys.chunks)]
+    pairs = list(zip(q_chunks, k_chunks, strict=True))
+    s = dot(pairs, size, interpret, meanwhile=functools.partial(_take_turn, memory))
+    plgpu.barrier_arrive(memory.k_empty.at[slot])
+
+    first_pos = (item.first_step + i) * shape.tiling.step
+    place = _place(shape, operands, item, first_pos, size)
+    s = log2_scores(s, options, place)
+    readable = _readable_columns(shape, operands, item, item.first_step + i) if checked else None
+    if masked:
+        keep = kept(options, place, item.kv_len)
+        if readable is not None:
+            keep &= readable(size, 1)
+        s = jnp.where(keep, s, -jnp.inf)
+    peak = jnp.maximum(state.peak, s.max(axis=1))
+    # A row may have nothing to attend to so far: then any finite shift gives exp2(-inf) = 0 where -inf would give NaN.
+    shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked or options.score_mod is not None else peak
+    decay = jnp.exp2(state.peak - shift)
+    p = jnp.exp2(s - lax.broadcast_in_dim(shift, size, [0]))
+    acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [0]) for a in state.acc)
+    total = state.total * decay + p.sum(axis=1)
+    p = p.astype(shape.dtype)
+    acc, total, peak, p = lax.optimization_barrier((acc, total, peak, p))
+    if masked:
+        # The first warpgroup clears unused values for both, before it lets the second go ahead.
+        plgpu.barrier_wait(memory.v_full.at[slot])
+        pl.when(wg == 0)(
+            lambda: _clear_unused_values(shape, options, memory, item, first_pos, slot, readable)
+        )
+    plgpu.barrier_arrive(memory.turns)
+    if not masked:
+        plgpu.barrier_wait(memory.v_full.at[slot])
+    plgpu.barrier_wait(memory.turns)
+
+    def await_next_keys() -> None:
+        following = lax.rem(steps + i + 1, jnp.int32(shape.stages))
+        pl.when(i + 1 < item.steps)(lambda: plgpu.barrier_wait(memory.k_full.at[following]))
+
+    acc = dot_onto(acc, p, values.parts(memory.v, slot, width), interpret, meanwhile=await_next_keys)
+    plgpu.barrier_arrive(memory.v_empty.at[slot])
+    return Softmax(peak, total, acc)
+
+
+def _iota(size: tuple[int, int], axis: int) -> Any:
+    return plgpu.broadcasted_iota(jnp.int32, size, axis, layout=plgpu.Layout.WGMMA)
+
+
+def _place(shape: PrefillShape, operands: Operands, item: Item, first_pos: Any, size: tuple[int, int]) -> TilePlace:
+    row = _iota(size, 0)
+    token = row & (shape.wg_tokens - 1)
+    q_pos = token + (item.first_pos + _wg_first(shape))
+    kv_pos = _iota(size, 1) + first_pos
+    if not shape.tiling.packed or shape.splits_tokens:
+        head = item.head if not shape.tiling.packed else item.head * shape.group
+        slope = None if operands.slopes is None else operands.slopes[_slopes_row(operands, item), head]
+        return TilePlace(item.request, head, q_pos, kv_pos, slope)
+    head = _head_slot(shape, row) + (item.head * shape.group + lax.axis_index("wg") * shape.heads_per_wg)
+    slope = None
+    if operands.slopes is not None:
+        slopes_row = operands.slopes.at[_slopes_row(operands, item)]
+        slope = _of_head_slots(shape, slopes_row, item, size, row)
+    return TilePlace(item.request, head, q_pos, kv_pos, slope)
+
+
+def _head_slot(shape: PrefillShape, row: Any) -> Any:
+    return row >> (shape.wg_tokens.bit_length() - 1)
+
+
+def _slopes_row(operands: Operands, item: Item) -> Any:
+    return item.request if operands.slopes.shape[0] > 1 else 0
+
+
+def _of_head_slots(shape: PrefillShape, values: Any, item: Item, size: tuple[int, ...], row: Any) -> Any:
+    """A packed tile's values per query head, from a ref [num_heads], as an array of `size` whose rows are `row`."""
+    result = jnp.zeros(size, jnp.float32)
+    first = lax.axis_index("wg") * shape.heads_per_wg
+    for slot in range(shape.heads_per_wg):
+        head = jnp.minimum(first + slot, shape.group - 1) + item.head * shape.group
+        mine = _head_slot(shape, row) == slot
+        result = jnp.where(mine, jnp.full(size, values[head]), result)
+    return result
+
+
+def _readable_columns(shape: PrefillShape, operands: Operands, item: Item, step: Any) -> Any:
+    """A function that gives, for arrays with a step's positions along an axis, which of them lie in a block that exists."""
+    keys = shape.tiles("key")
+    last_block = lax.div(jnp.maximum(item.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
+    blocks = keys.blocks(operands.table, item.request, step, last_block)
+
+    def readable(size: tuple[int, int], axis: int, first: int = 0) -> Any:
+        position = _iota(size, axis) + first
+        missing = jnp.zeros(size, jnp.int32)
+        for j, block in enumerate(blocks):
+            mine = (position >= j * keys.rows) & (position < (j + 1) * keys.rows)
+            missing = jnp.where(mine, jnp.full(size, jnp.where(keys.in_range(block), 0, 1)), missing)
+        return missing == 0
+
+    return readable
+
+
+def _clear_unused_values(
+    shape: PrefillShape,
+    options: AttentionOptions,
+    memory: Memory,
+    item: Item,
+    first_pos: Any,
+    slot: Any,
+    readable: Any,
+) -> None:
+    """Values of positions that no row attends to may be anything, NaN too, and 0 * NaN is NaN: make them 0."""
+    last = item.first_pos + item.rows - 1
+    low, high = attended_range(options, item.first_pos, last, item.kv_len)
+    values = shape.tiles("value")
+    always = readable is not None
+
+    @pl.when(jnp.bool_(True) if always else (first_pos < low) | (first_pos + shape.tiling.step > high))
+    def _clear() -> None:
+        for first in range(0, shape.tiling.step, WG_ROWS):
+            for part in values.parts(memory.v, slot, WG_ROWS, first):
+                position = _iota(part.shape, 0) + (first_pos + first)
+                used = (position >= low) & (position < high)
+                if readable is not None:
+                    used &= readable(part.shape, 0, first)
+                v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+                part[...] = jnp.where(used, v, jnp.zeros_like(v))
+        plgpu.commit_smem()
+
+
+def _store(
+    shape: PrefillShape,
+    operands: Operands,
+    memory: Memory,
+    item: Item,
+    state: Softmax,
+    interpret: Interpreter | None,
+) -> None:
+    """Divide by the sums and send the rows that belong to the request to the output."""
+    attended = state.total > 0
+    weight = jnp.where(attended, 1.0 / state.total, 0.0)
+    lse = jnp.where(attended, state.peak + jnp.log2(state.total), -jnp.inf)
+    if operands.sinks is not None:
+        weight = jnp.where(attended, weight / (1.0 + jnp.exp2(_sinks(shape, operands, item) * LOG2E - lse)), 0.0)
+    out = [a * lax.broadcast_in_dim(weight, a.shape, [0]) for a in state.acc]
+    for first in range(0, shape.o_chunks, shape.o_slots):
+        chunks = range(first, min(first + shape.o_slots, shape.o_chunks))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was sent before has left shared memory
+        for wg in range(2):
+            rows = item.rows - (wg * WG_ROWS if shape.splits_tokens else 0)
+
+            @pl.when((lax.axis_index("wg") == wg) & (rows > 0))
+            def _(wg: int = wg, rows: Any = rows, chunks: range = chunks) -> None:
+                for slot, c in enumerate(chunks):
+                    o = _chunk_of(out, c, shape.o_chunk).astype(shape.out_dtype)
+                    memory.o.tensor_core.at[wg * shape.o_slots + slot][...] = o
+                if shape.return_lse and chunks[0] == 0:
+                    store(memory.lse[wg], lse, interpret)
+                plgpu.commit_smem()
+                if shape.return_lse and chunks[0] == 0:
+                    target = operands.lse.at[item.tile, item.head, pl.ds(wg * WG_ROWS, WG_ROWS)]
+                    plgpu.copy_smem_to_gmem(memory.lse[wg], target)
+                send = functools.partial(_send, shape, operands, memory, item, wg, chunks)
+                full = rows >= shape.wg_tokens
+                pl.when(full)(lambda: send(0, shape.wg_tokens))
+                # A neighbour's rows must not be touched: a tile that is not full goes row by row.
+                lax.fori_loop(0, jnp.where(full, 0, rows), lambda t, _: send(t, 1), None)
+
+
+def _chunk_of(parts: Sequence[Any], c: int, columns: int) -> Any:
+    """Columns `c * columns` to `(c + 1) * columns` of arrays that lie side by side, all of one width."""
+    part, first = divmod(c * columns, parts[0].shape[1])
+    return parts[part][:, first : first + columns]
+
+
+def _send(
+    shape: PrefillShape,
+    operands: Operands,
+    memory: Memory,
+    item: Item,
+    wg: int,
+    chunks: range,
+    first: Any,
+    count: int,
+) -> None:
+    """Start copying tokens `first` to `first + count` of every head slot of a warpgroup to the output."""
+    row = item.first_row + (wg * WG_ROWS if shape.splits_tokens else 0) + first
+    for place, head in enumerate(shape.head_slots(wg)):
+        q_head = item.head * shape.group + head if shape.tiling.packed else item.head
+        for slot, c in enumerate(chunks):
+            rows = pl.ds(place * shape.wg_tokens + first, count)
+            source = memory.o.tma.at[wg * shape.o_slots + slot, rows, :]
+            columns = chunk_slice(c, shape.dims.v_head_size, shape.o_chunk)
+            plgpu.copy_smem_to_gmem(source, operands.out.at[pl.ds(row, count), q_head, columns])
+
+
+def _sinks(shape: PrefillShape, operands: Operands, item: Item) -> Any:
+    """The sink of each row of this warpgroup."""
+    if not shape.tiling.packed or shape.splits_tokens:
+        head = item.head if not shape.tiling.packed else item.head * shape.group
+        return plgpu.layout_cast(jnp.full((WG_ROWS,), operands.sinks[head]), BY_ROW)
+    row = plgpu.layout_cast(plgpu.broadcasted_iota(jnp.int32, (WG_ROWS,), 0, layout=BY_ROW), BY_ROW)
+    return _of_head_slots(shape, operands.sinks, item, (WG_ROWS,), row)

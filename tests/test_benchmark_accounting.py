@@ -1,0 +1,118 @@
+"""What the GPU benchmark counts: operations, bytes, and the records of a profiler."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+
+def _load(name: str) -> ModuleType:
+    """A module of `benchmarks`, which is no package."""
+    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+cases = _load("attention_cases")
+timing = _load("gpu_timing")
+
+
+def brute_force(case):
+    """Pairs that are attended to, and tokens of the cache that some query attends to."""
+    pairs, tokens = 0, set()
+    left, right = case.window or (None, None)
+    for request, (query_len, seq_len) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        for position in range(seq_len - query_len, seq_len):
+            for kv in range(seq_len):
+                if case.causal and kv > position:
+                    continue
+                if (left is not None and position - kv > left) or (right is not None and kv - position > right):
+                    continue
+                pairs += 1
+                tokens.add((0 if kv < case.shared_prefix else request + 1, kv))
+    return pairs, len(tokens)
+
+
+SMALL = [
+    cases.Case("decode", (1, 1, 1), (7, 1, 12)),
+    cases.Case("several", (3, 3), (9, 17)),
+    cases.Case("prefill", (5, 8), (5, 8)),
+    cases.Case("full", (5, 8), (5, 11), causal=False),
+    cases.Case("window", (2, 6, 1), (9, 6, 3), window=(3, 0)),
+    cases.Case("both sides", (4, 2), (9, 4), window=(2, 1), causal=False),
+    cases.Case("right side alone", (4,), (9,), window=(None, 2), causal=False),
+    cases.Case("prefix", (1, 2, 1), (8, 9, 6), shared_prefix=4),
+    cases.Case("prefix outside a window", (1, 1), (9, 8), shared_prefix=4, window=(5, 0)),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_operations_and_tokens(case):
+    pairs, tokens = brute_force(case)
+    assert cases.operations(case) == 4 * pairs * case.num_heads * case.head_size
+    assert cases.tokens_read(case) == tokens
+    assert cases.bytes_read(case) == 2 * tokens * case.num_kv_heads * case.head_size * 2
+
+
+def test_bytes_of_8_bit_caches():
+    case = SMALL[0]
+    size = case.num_kv_heads * cases.tokens_read(case) * 2
+    assert cases.bytes_read(dataclasses.replace(case, cache="float8_e4m3fn")) == size * 128
+    assert cases.bytes_read(dataclasses.replace(case, cache="int8")) == size * (128 + 4)
+
+
+def test_cases():
+    names = [case.name for case in cases.CASES]
+    assert len(set(names)) == len(names)
+    lens = cases.lognormal_lens()
+    assert (len(lens), sum(lens), max(lens)) == (64, 175932, 8192)
+    for case in cases.CASES:
+        assert len(case.query_lens) == len(case.seq_lens)
+        assert case.targets and case.num_heads % case.num_kv_heads == 0
+        for target in case.targets:
+            assert target.against in (*names, cases.FLASH, cases.TRITON, cases.READS)
+        for some in (case, case.tiny()):
+            assert all(1 <= q <= s for q, s in zip(some.query_lens, some.seq_lens, strict=True))
+            assert some.shared_prefix % some.block_size == 0 and some.shared_prefix <= min(some.seq_lens)
+    plain = cases.CASES[0]
+    assert cases.memory_bound(plain) and cases.bytes_read(plain) == 64 * 4096 * 8 * 128 * 2 * 2
+
+
+def record(name, start, duration):
+    return timing.Record(name, start, duration)
+
+
+def test_cut_takes_what_lies_between_the_markers():
+    records = [
+        record("flush", 0, 5),
+        record("begin", 6, 1),
+        record("a", 10, 4),
+        record("b", 15, 2),
+        record("end", 20, 1),
+        record("flush", 25, 5),
+        record("begin", 31, 1),
+        record("end", 40, 1),
+        record("late", 50, 1),
+    ]
+    rng = np.random.default_rng(0)
+    parts = timing.cut([records[i] for i in rng.permutation(len(records))], ("begin", "end"))
+    assert [[r.name for r in part] for part in parts] == [["a", "b"], []]
+
+
+def test_time_of_overlapping_kernels_counts_once():
+    assert timing.busy_ns([record("a", 0, 10), record("b", 5, 10), record("c", 6, 2), record("d", 20, 1)]) == 16
+    parts = [[record("a", 0, 1000), record("b", 3000, 2000)], [record("a", 0, 3000), record("b", 3000, 2000)]]
+    summary = timing.summarize("call", parts)
+    assert (summary.microseconds, summary.span_microseconds, summary.launches) == (4, 5, 2)
+    assert summary.kernels == {"a": 2, "b": 2}
+    assert summary.spread == pytest.approx(5 / 3)
+    with pytest.raises(RuntimeError, match="launched nothing"):
+        timing.summarize("call", [parts[0], []])
