@@ -1,7 +1,7 @@
 """A compiled write into a donated cache, and a scan over layers that carries it, hold no copy of the cache.
 
-On the CPU that is the reference. For a GPU the StableHLO of the kernels is read without one, and the optimised HLO where
-there is one.
+On the CPU that is the reference. For a GPU the StableHLO of the kernels is read without one, and the optimised HLO
+where there is one.
 """
 
 import math
