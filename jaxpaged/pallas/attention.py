@@ -15,9 +15,10 @@ from jaxpaged.pallas.decode import DecodeShape, decode
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.decode_plan import DecodePlan, plan_decode
 from jaxpaged.pallas import decode_plan as field
-from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape, prefill
-from jaxpaged.pallas.prefill_plan import PrefillPlan, plan_prefill
-from jaxpaged.pallas.scores import LN2, changes_scores
+from jaxpaged.pallas.prefill import prefill
+from jaxpaged.pallas.prefill_plan import plan_prefill
+from jaxpaged.pallas.prefill_rows import merged_parts, row_requests, rows_of_tiles
+from jaxpaged.pallas.scores import LN2
 from jaxpaged.reference.attention import AttentionOptions
 
 MOST_DECODED, MOST_ROWS = 8, 64
@@ -63,15 +64,17 @@ def paged_attention(
     longest = _decoded(query, cache, batch, batch_invariant)
     all_decoded = batch.max_query_len is not None and batch.max_query_len <= longest
     out = jax.new_ref(lax.empty((num_tokens, num_heads, cache.v_head_size), out_dtype))
-    lse = None
+    lse = prefilled = None
     if not all_decoded:
-        plain = not changes_scores(options) and options.mask_mod is None
-        tiles = prefill_config(query, cache, batch, out_dtype, return_lse, plain)
+        tiles = prefill_config(query, cache, batch, options, out_dtype, return_lse, batch_invariant)
         prefill_plan = plan_prefill(
             cache, batch, options, tiles.tiling, num_tokens=num_tokens, num_heads=num_heads, shortest=longest + 1
         )
-        tile_lse = prefill(query, cache, batch, prefill_plan, options, tiles, out, interpret)
-        lse = _prefill_lse(prefill_plan, tile_lse, tiles, batch) if return_lse else None
+        tile_lse, part_out = prefill(query, cache, batch, prefill_plan, options, tiles, out, interpret)
+        if tiles.in_parts:
+            prefilled, lse = merged_parts(prefill_plan, part_out, tile_lse, options.sinks, tiles, batch)
+        elif return_lse:
+            lse = rows_of_tiles(prefill_plan, tile_lse, tiles, batch)[:, 0].T * LN2
     if longest > 0:
         shape = decode_config(query, cache, batch, out_dtype, batch_invariant, longest)
         plan = plan_decode(
@@ -90,7 +93,11 @@ def paged_attention(
         combine(plan, part_out, part_lse, options.sinks, shape, out, interpret)
         if return_lse:
             lse = _decode_lse(plan, part_lse, whole_lse, shape, batch, lse)
-    return jax.freeze(out), lse
+    result = jax.freeze(out)
+    if prefilled is not None:
+        decoded = jnp.zeros((), jnp.bool_) if longest == 0 else plan.requests[row_requests(batch, num_tokens)[0], field.Q_LEN] >= 0
+        result = jnp.where(decoded.reshape(-1, 1, 1), result, prefilled.astype(out_dtype))
+    return result, lse
 
 
 def _decoded(query: Any, cache: KVCache, batch: PagedBatch, batch_invariant: bool) -> int:
@@ -104,32 +111,9 @@ def _decoded(query: Any, cache: KVCache, batch: PagedBatch, batch_invariant: boo
     return 1 if batch_invariant or batch.num_reqs >= FEWEST_DECODED or hint == 1 else 0
 
 
-def _row_requests(batch: PagedBatch, num_tokens: int) -> tuple[Any, Any]:
-    """[num_tokens] int32 each: every row's request, the number of requests for rows of none, and its index in it."""
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    request = jnp.sum(batch.query_start_loc[1:] <= token[:, None], axis=1, dtype=jnp.int32)
-    request = jnp.minimum(request, batch.num_reqs)
-    return request, token - batch.query_start_loc[request]
-
-
-def _prefill_lse(plan: PrefillPlan, tile_lse: Any, shape: PrefillShape, batch: PagedBatch) -> Any:
-    """The lse [num_heads, num_tokens] from what prefill left for each tile; anything for rows of no tile."""
-    request, index = _row_requests(batch, shape.num_tokens)
-    tiling, group = shape.tiling, shape.group
-    tile = plan.tile_starts[request] + index // tiling.tokens
-    token = index % tiling.tokens
-    if not tiling.packed or shape.splits_tokens:
-        rows = tile_lse[tile, :, token]  # [num_tokens, heads]
-        return rows.T * LN2
-    head = jnp.arange(group)
-    slot = (head // shape.heads_per_wg) * WG_ROWS + (head % shape.heads_per_wg) * shape.wg_tokens
-    rows = tile_lse[tile[:, None], :, slot + token[:, None]]  # [num_tokens, group, num_kv_heads]
-    return rows.transpose(2, 1, 0).reshape(-1, shape.num_tokens) * LN2
-
-
 def _decode_lse(plan: DecodePlan, part_lse: Any, whole_lse: Any, shape: DecodeShape, batch: PagedBatch, others: Any) -> Any:
     """The lse [num_heads, num_tokens] from what decode left, and from `others` for rows that it didn't take."""
-    request, index = _row_requests(batch, shape.num_tokens)
+    request, index = row_requests(batch, shape.num_tokens)
     fields = plan.requests[request]
     rows = jnp.clip(index, 0, shape.max_query_len - 1)[:, None] * shape.group + jnp.arange(shape.group)
     first, last = fields[:, field.FIRST_SHARE], fields[:, field.LAST_SHARE]

@@ -8,6 +8,8 @@ from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.decode import DecodeShape
 from jaxpaged.pallas.prefill import PrefillShape
 from jaxpaged.pallas.prefill_plan import PrefillTiling
+from jaxpaged.pallas.scores import changes_scores
+from jaxpaged.reference.attention import AttentionOptions
 
 SM_COUNT = 132
 """Streaming multiprocessors of an H100 or H200 (SXM)."""
@@ -42,13 +44,10 @@ def decode_config(
 
 
 def prefill_config(
-    query: Any, cache: KVCache, batch: PagedBatch, out_dtype: Any, return_lse: bool, plain: bool
+    query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOptions, out_dtype: Any, return_lse: bool,
+    batch_invariant: bool,
 ) -> PrefillShape:
-    """The tiles of prefill.
-
-    Args:
-      plain: scores go through no option that takes registers.
-    """
+    """The tiles of prefill."""
     num_tokens, num_heads, _ = query.shape
     group = num_heads // cache.num_kv_heads
     # A tile of one head holds 128 tokens: with fewer a request, tiles of all heads of a group waste less.
@@ -56,6 +55,7 @@ def prefill_config(
     tokens = 128
     while packed and tokens * group > 128 and tokens > 8:
         tokens //= 2
+    most_parts = 1 if batch_invariant else _most_parts(num_tokens // tokens + batch.num_reqs, num_heads // (group if packed else 1))
     k_size, v_size = (-(-size // 64) * 64 for size in (cache.head_size, cache.v_head_size))
     step = 128 if max(k_size, v_size) <= 128 else 64
     q_stages, o_slots, stages = _prefill_memory(step, k_size, v_size, query.dtype.itemsize, out_dtype.itemsize)
@@ -66,14 +66,22 @@ def prefill_config(
         out_dtype=out_dtype,
         num_tokens=num_tokens,
         group=group,
-        tiling=PrefillTiling(tokens, packed, step, SM_COUNT),
+        tiling=PrefillTiling(tokens, packed, step, SM_COUNT, most_parts),
         stages=stages,
         q_stages=q_stages,
         o_slots=o_slots,
-        half_steps=step == 128 and not packed and plain,
+        # A third loop costs registers, which options of the scores need, too.
+        half_steps=step == 128 and not packed and not changes_scores(options) and options.mask_mod is None,
         registers=(240, 24),
-        return_lse=return_lse,
+        windowed=options.window[0] is not None or most_parts > 1,
+        return_lse=return_lse or most_parts > 1,
+        in_parts=most_parts > 1,
     )
+
+
+def _most_parts(most_tiles: int, heads: int) -> int:
+    """Into how many parts tiles may be split: into any where there might be too few for all CTAs."""
+    return min(16, -(-SM_COUNT // heads)) if most_tiles * heads < SM_COUNT else 1
 
 
 def _prefill_memory(step: int, k_size: int, v_size: int, itemsize: int, out_itemsize: int) -> tuple[int, int, int]:

@@ -346,18 +346,18 @@ def _empty_state(shape: DecodeShape) -> Softmax:
 
 
 def _loops(shape: DecodeShape, options: AttentionOptions, piece: Piece) -> list[tuple[Any, Any, dict[str, bool]]]:
-    """Ranges of a piece's tiles and how to treat each: masked or not, and with an eye to blocks out of range."""
+    """Ranges of a piece's tiles and how to treat each: masked or not."""
     first_pos, last_pos = piece.kv_len - piece.q_len, piece.kv_len - 1
     left, right = options.window
     upper = jnp.minimum(piece.kv_len, first_pos + 1) if options.causal else piece.kv_len
     if right is not None:
         upper = jnp.minimum(upper, first_pos + right + 1)
-    sound = jnp.where(piece.damaged != 0, 0, piece.count)
-    full_end = jnp.clip(lax.div(upper, jnp.int32(shape.tile)) - piece.first_tile, 0, sound)
+    most_full = jnp.where(piece.damaged != 0, 0, piece.count)
+    full_end = jnp.clip(lax.div(upper, jnp.int32(shape.tile)) - piece.first_tile, 0, most_full)
     full_first = jnp.int32(0)
     if left is not None:
         first_full = lax.div(jnp.maximum(last_pos - left, 0) + (shape.tile - 1), jnp.int32(shape.tile))
-        full_first = jnp.clip(first_full - piece.first_tile, 0, sound)
+        full_first = jnp.clip(first_full - piece.first_tile, 0, most_full)
         full_end = jnp.maximum(full_end, full_first)
     if options.mask_mod is not None:
         full_first = full_end = jnp.int32(0)
@@ -366,8 +366,7 @@ def _loops(shape: DecodeShape, options: AttentionOptions, piece: Piece) -> list[
         loops.append((0, full_first, {"masked": True}))
     if options.mask_mod is None:
         loops.append((full_first, full_end, {}))
-    loops.append((full_end, sound, {"masked": True}))
-    loops.append((sound, piece.count, {"masked": True, "checked": True}))
+    loops.append((full_end, piece.count, {"masked": True}))
     return loops
 
 
@@ -384,7 +383,6 @@ def _step(
     state: Softmax,
     *,
     masked: bool = False,
-    checked: bool = False,
 ) -> Softmax:
     """One tile: scores, online softmax, and its values onto the output."""
     keys, values = shape.tiles("key"), shape.tiles("value")
@@ -396,17 +394,15 @@ def _step(
     plgpu.barrier_arrive(memory.k_empty.at[slot])
 
     place = _place(shape, options, operands, piece, tile)
-    s = log2_scores(s, options, place)
-    readable = _readable_rows(shape, operands, piece, tile) if checked else None
+    s, factor = log2_scores(s, options, place)
+    readable = functools.partial(_readable_rows, shape, operands, piece, tile)
     if masked:
-        keep = kept(options, place, piece.kv_len)
-        if readable is not None:
-            keep &= readable(s.shape)
-        s = jnp.where(keep, s, -jnp.inf)
-    peak = jnp.maximum(state.peak, s.max(axis=0))
+        s = jnp.where(kept(options, place, piece.kv_len), s, -jnp.inf)
+        s = lax.cond(piece.damaged != 0, lambda s: jnp.where(readable(s.shape), s, -jnp.inf), lambda s: s, s)
+    peak = jnp.maximum(state.peak, s.max(axis=0) * factor)
     # A row may have nothing to attend to so far: then any finite shift gives exp2(-inf) = 0 where -inf would give NaN.
     shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked or options.score_mod is not None else peak
-    p = jnp.exp2(s - lax.broadcast_in_dim(shift, s.shape, [1]))
+    p = jnp.exp2(s * factor - lax.broadcast_in_dim(shift, s.shape, [1]))
     decay = jnp.exp2(state.peak - shift)
     total = state.total * decay + p.sum(axis=0)
     acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [1]) for a in state.acc)
@@ -440,21 +436,16 @@ def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, pi
     return TilePlace(piece.request, head, token + (piece.kv_len - piece.q_len), kv_pos, slope)
 
 
-def _readable_rows(shape: DecodeShape, operands: Operands, piece: Piece, tile: Any) -> Any:
-    """A function that gives, for arrays whose rows are a tile's positions, which of them lie in a block that exists."""
+def _readable_rows(shape: DecodeShape, operands: Operands, piece: Piece, tile: Any, size: tuple[int, int]) -> Any:
+    """For an array whose rows are a tile's positions, which of them lie in a block that exists."""
     keys = shape.tiles("key")
     last_block = lax.div(jnp.maximum(piece.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
-    blocks = keys.blocks(operands.table, piece.request, tile, last_block)
-
-    def rows(size: tuple[int, int]) -> Any:
-        position = _iota(size, 0)
-        missing = jnp.zeros(size, jnp.int32)
-        for j, block in enumerate(blocks):
-            mine = (position >= j * keys.rows) & (position < (j + 1) * keys.rows)
-            missing = jnp.where(mine, jnp.full(size, jnp.where(keys.in_range(block), 0, 1)), missing)
-        return missing == 0
-
-    return rows
+    position = _iota(size, 0)
+    missing = jnp.zeros(size, jnp.int32)
+    for j, block in enumerate(keys.blocks(operands.table, piece.request, tile, last_block)):
+        mine = (position >= j * keys.rows) & (position < (j + 1) * keys.rows)
+        missing = jnp.where(mine, jnp.full(size, jnp.where(keys.in_range(block), 0, 1)), missing)
+    return missing == 0
 
 
 def _clear_unused_values(
@@ -462,13 +453,15 @@ def _clear_unused_values(
 ) -> None:
     """Values of positions that no row attends to may be anything, NaN too, and 0 * NaN is NaN: make them 0."""
     low, high = attended_range(options, piece.kv_len - piece.q_len, piece.kv_len - 1, piece.kv_len)
-    for part in shape.tiles("value").parts(memory.v, slot):
-        position = _iota(part.shape, 0) + tile * shape.tile
-        used = (position >= low) & (position < high)
-        if readable is not None:
-            used &= readable(part.shape)
+
+    def clear(part: Any, used: Any) -> None:
         v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
         part[...] = jnp.where(used, v, jnp.zeros_like(v))
+
+    for part in shape.tiles("value").parts(memory.v, slot):
+        position = _iota(part.shape, 0) + tile * shape.tile
+        clear(part, (position >= low) & (position < high))
+        pl.when(piece.damaged != 0)(lambda part=part: clear(part, readable(part.shape)))
 
 
 def _store(

@@ -24,7 +24,7 @@ from jaxpaged.pallas import prefill_plan as field
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
 from jaxpaged.pallas.mosaic import Interpreter, kernel, store
 from jaxpaged.pallas.paged_tiles import CHUNK, PagedTiles, chunk_columns, chunk_slice, split_views, two_views
-from jaxpaged.pallas.prefill_plan import PrefillPlan, PrefillTiling
+from jaxpaged.pallas.prefill_plan import MOST_REQUESTS, PrefillPlan, PrefillTiling
 from jaxpaged.pallas.ranges import attended_range
 from jaxpaged.pallas.scores import LOG2E, TilePlace, kept, log2_scores
 from jaxpaged.reference.attention import AttentionOptions
@@ -44,6 +44,8 @@ class PrefillShape:
       o_slots: chunks of a warpgroup's output that leave shared memory together.
       half_steps: whether the last step is a half where a warpgroup's rows need no more.
       registers: of a thread that computes, and of one that loads.
+      windowed: whether an item may begin past its request's first step, for a window or for a part.
+      in_parts: whether results go to a workspace, in float32, since tiles are split among CTAs.
     """
 
     layout: KVLayout
@@ -58,10 +60,16 @@ class PrefillShape:
     o_slots: int
     half_steps: bool
     registers: tuple[int, int]
+    windowed: bool
     return_lse: bool
+    in_parts: bool
 
     def tiles(self, which: Any) -> PagedTiles:
         return PagedTiles(which, self.layout, self.dims, self.dtype, self.tiling.step, self.stages)
+
+    @property
+    def padded_v_size(self) -> int:
+        return self.tiles("value").chunks * CHUNK
 
     @property
     def o_chunk(self) -> int:
@@ -108,6 +116,7 @@ class Operands(NamedTuple):
     sinks: Any
     out: Any
     lse: Any
+    part_out: Any
 
 
 class Memory(NamedTuple):
@@ -128,7 +137,7 @@ class Memory(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One item of the plan."""
+    """One item of the plan; what a warp has no use for it does not read, and it takes no registers."""
 
     first_row: Any
     rows: Any
@@ -138,8 +147,15 @@ class Item(NamedTuple):
     head: Any
     first_step: Any
     steps: Any
-    damaged: Any
-    tile: Any
+
+    @property
+    def damaged(self) -> Any:
+        """Whether a block of the request is out of range."""
+        return self.request < 0
+
+    @property
+    def table_row(self) -> Any:
+        return self.request & MOST_REQUESTS
 
 
 class Softmax(NamedTuple):
@@ -159,24 +175,32 @@ def prefill(
     shape: PrefillShape,
     out: Any,
     interpret: Interpreter | None,
-) -> Any:
+) -> tuple[Any, Any]:
     """Write the rows of the plan's requests to `out`, a reference to [num_tokens, num_heads, v_head_size].
 
     Returns:
-      The lses in units of log 2 [most tiles, heads of the plan, 2 * WG_ROWS] float32, or None when not asked for.
+      The lses in units of log 2 [most tiles * most parts, heads of the plan, 2 * WG_ROWS] float32, and the outputs
+      [most tiles * most parts, heads of the plan, 2 * WG_ROWS, v_head_size] float32 of a plan in parts, which leaves
+      `out` alone; each None unless asked for.
     """
     heads = shape.dims.num_kv_heads * (1 if shape.tiling.packed else shape.group)
-    most = field.most_tiles(shape.num_tokens, batch.num_reqs, shape.tiling)
+    most = field.most_tiles(shape.num_tokens, batch.num_reqs, shape.tiling) * shape.tiling.most_parts
     slopes, sinks = (None if x is None else x.astype(jnp.float32) for x in (options.alibi_slopes, options.sinks))
     slopes = None if slopes is None else slopes.reshape(-1, slopes.shape[-1])
+    sinks = None if shape.in_parts else sinks  # they take part once, in the merged state
     given = Operands(
-        plan.work, plan.counts, batch.block_table, query, cache.key, cache.value, slopes, sinks, out, None
+        plan.work, plan.counts, batch.block_table, query, cache.key, cache.value, slopes, sinks, out, None, None
     )
+    out_type = {}
+    if shape.return_lse:
+        out_type["lse"] = jax.ShapeDtypeStruct((most, heads, 2 * WG_ROWS), jnp.float32)
+    if shape.in_parts:
+        parts = (most, heads, 2 * WG_ROWS, shape.padded_v_size)
+        out_type["part_out"] = jax.ShapeDtypeStruct(parts, jnp.float32)
     names = [name for name, x in given._asdict().items() if x is not None]
-    out_type = [jax.ShapeDtypeStruct((most, heads, 2 * WG_ROWS), jnp.float32)] if shape.return_lse else []
     results = kernel(
-        functools.partial(_allocate, shape, options, interpret, names + ["lse"] * len(out_type)),
-        out_type=out_type,
+        functools.partial(_allocate, shape, options, interpret, names + list(out_type)),
+        out_type=list(out_type.values()),
         grid=(shape.tiling.num_ctas,),
         grid_names=("cta",),
         num_threads=3,
@@ -187,7 +211,8 @@ def prefill(
         interpret=interpret,
         kernel_name="paged_prefill",
     )(*(x for x in given if x is not None))
-    return results[0] if shape.return_lse else None
+    by_name = dict(zip(out_type, results, strict=True))
+    return by_name.get("lse"), by_name.get("part_out")
 
 
 def _allocate(
@@ -231,7 +256,7 @@ def _allocate(
     )
 
 
-def _for_each_item(operands: Operands, body: Any) -> Any:
+def _for_each_item(shape: PrefillShape, operands: Operands, body: Any) -> Any:
     """Call `body(item, number of items before, number of steps before)` for each item of this CTA.
 
     An item's fields are read while the one before is worked on.
@@ -241,7 +266,8 @@ def _for_each_item(operands: Operands, body: Any) -> Any:
 
     def read(k: Any) -> Item:
         known = jnp.maximum(jnp.minimum(k, count - 1), 0)
-        return Item(*(operands.work[cta, known, f] for f in range(field.NUM_FIELDS)))
+        item = Item(*(operands.work[cta, known, f] for f in range(len(Item._fields))))
+        return item if shape.windowed else item._replace(first_step=jnp.int32(0))
 
     def visit(k: Any, carry: tuple[Any, Item]) -> tuple[Any, Item]:
         steps, item = carry
@@ -255,75 +281,86 @@ def _for_each_item(operands: Operands, body: Any) -> Any:
 # The warpgroup that loads.
 
 
+class Stream(NamedTuple):
+    """Keys or values on their way to shared memory."""
+
+    tiles: PagedTiles
+    buffer: Any
+    smem: Any
+    full: Any
+    empty: Any
+
+
 def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: Interpreter | None) -> None:
     plgpu.set_max_registers(shape.registers[1], action="decrease")
     value = operands.key if operands.value is None else operands.value
+    keys = Stream(shape.tiles("key"), operands.key, memory.k, memory.k_full, memory.k_empty)
+    values = Stream(shape.tiles("value"), value, memory.v, memory.v_full, memory.v_empty)
+
+    def stream(*streams: Stream) -> None:
+        _for_each_item(shape, operands, lambda item, k, steps: _load_tiles(shape, operands, streams, item, steps))
+
+    def queries() -> None:
+        _for_each_item(shape, operands, lambda item, k, steps: _load_queries(shape, operands, memory, item, k))
+
+    def everything_in_turn() -> None:
+        def load_item(item: Item, k: Any, steps: Any) -> None:
+            _load_queries(shape, operands, memory, item, k)
+            _load_tiles(shape, operands, (keys, values), item, steps)
+
+        steps = _for_each_item(shape, operands, load_item)
+        _drain(memory.q_empty, operands.counts[lax.axis_index("cta")], shape.q_stages)
+        _drain(memory.k_empty, steps, shape.stages)
+        _drain(memory.v_empty, steps, shape.stages)
+
+    if interpret is not None:  # it runs warps one after the other
+        everything_in_turn()
+        return
 
     @plgpu.warp_map
     def _(warp: Any) -> None:
-        keys, values = shape.tiles("key"), shape.tiles("value")
-        pl.when(warp == 0)(
-            lambda: _load_tiles(shape, operands, keys, operands.key, memory.k, memory.k_full, memory.k_empty, interpret)
-        )
-        pl.when(warp == 1)(
-            lambda: _load_tiles(shape, operands, values, value, memory.v, memory.v_full, memory.v_empty, interpret)
-        )
-        pl.when(warp == 2)(lambda: _load_queries(shape, operands, memory, interpret))
+        pl.when(warp == 0)(lambda: stream(keys))
+        pl.when(warp == 1)(lambda: stream(values))
+        pl.when(warp == 2)(queries)
 
 
 def _load_tiles(
-    shape: PrefillShape,
-    operands: Operands,
-    tiles: PagedTiles,
-    buffer: Any,
-    smem: Any,
-    full: Any,
-    empty: Any,
-    interpret: Interpreter | None,
+    shape: PrefillShape, operands: Operands, streams: Sequence[Stream], item: Item, steps: Any
 ) -> None:
-    def load_item(item: Item, k: Any, steps: Any) -> None:
-        head = item.head if shape.tiling.packed else lax.div(item.head, jnp.int32(shape.group))
-        last_block = lax.div(jnp.maximum(item.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
+    """Bring an item's keys, values or both, when there is room in the ring."""
+    head = item.head if shape.tiling.packed else lax.div(item.head, jnp.int32(shape.group))
+    last_block = lax.div(jnp.maximum(item.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
 
-        def blocks(i: Any) -> tuple[Any, ...]:
-            return tiles.blocks(operands.table, item.request, item.first_step + i, last_block)
+    def blocks(i: Any) -> tuple[Any, ...]:
+        return streams[0].tiles.blocks(operands.table, item.table_row, item.first_step + i, last_block)
 
-        def load_step(i: Any, current: tuple[Any, ...]) -> tuple[Any, ...]:
-            following = blocks(i + 1)
-            slot = lax.rem(steps + i, jnp.int32(shape.stages))
-            pl.when(steps + i >= shape.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-            tiles.copy(buffer, smem, slot, current, item.first_step + i, head, full)
-            return following
+    def load_step(i: Any, current: tuple[Any, ...]) -> tuple[Any, ...]:
+        following = blocks(i + 1)
+        slot = lax.rem(steps + i, jnp.int32(shape.stages))
+        for stream in streams:
+            pl.when(steps + i >= shape.stages)(lambda stream=stream: plgpu.barrier_wait(stream.empty.at[slot]))
+            stream.tiles.copy(stream.buffer, stream.smem, slot, current, item.first_step + i, head, stream.full)
+        return following
 
-        lax.fori_loop(0, item.steps, load_step, blocks(jnp.int32(0)))
-
-    total = _for_each_item(operands, load_item)
-    if interpret is not None:
-        _drain(empty, total, shape.stages)
+    lax.fori_loop(0, item.steps, load_step, blocks(jnp.int32(0)))
 
 
-def _load_queries(shape: PrefillShape, operands: Operands, memory: Memory, interpret: Interpreter | None) -> None:
+def _load_queries(shape: PrefillShape, operands: Operands, memory: Memory, item: Item, k: Any) -> None:
+    """Bring an item's queries, when the item before the last one has no more use for its own."""
     chunks = shape.tiles("key").chunks
-
-    def load_item(item: Item, k: Any, steps: Any) -> None:
-        slot = lax.rem(k, jnp.int32(shape.q_stages))
-        pl.when(k >= shape.q_stages)(lambda: plgpu.barrier_wait(memory.q_empty.at[slot]))
-        for wg in range(2):
-            first = item.first_row + (wg * WG_ROWS if shape.splits_tokens else 0)
-            # Rows past a request's are another's, or zeros past the query's end: their results are not stored.
-            rows = pl.ds(jnp.minimum(first, shape.num_tokens - 1), shape.wg_tokens)
-            for place, head in enumerate(shape.head_slots(wg)):
-                q_head = item.head * shape.group + head if shape.tiling.packed else item.head
-                for c in range(chunks):
-                    source = operands.query.at[rows, q_head, chunk_slice(c, shape.dims.head_size)]
-                    target = memory.q.tma.at[
-                        (slot * 2 + wg) * chunks + c, pl.ds(place * shape.wg_tokens, shape.wg_tokens), :
-                    ]
-                    plgpu.copy_gmem_to_smem(source, target, memory.q_full.at[slot])
-
-    _for_each_item(operands, load_item)
-    if interpret is not None:
-        _drain(memory.q_empty, operands.counts[lax.axis_index("cta")], shape.q_stages)
+    slot = lax.rem(k, jnp.int32(shape.q_stages))
+    pl.when(k >= shape.q_stages)(lambda: plgpu.barrier_wait(memory.q_empty.at[slot]))
+    for wg in range(2):
+        first = item.first_row + (wg * WG_ROWS if shape.splits_tokens else 0)
+        # Rows past a request's are another's, or zeros past the query's end: their results are not stored.
+        rows = pl.ds(jnp.minimum(first, shape.num_tokens - 1), shape.wg_tokens)
+        for place, head in enumerate(shape.head_slots(wg)):
+            q_head = item.head * shape.group + head if shape.tiling.packed else item.head
+            slots = pl.ds(place * shape.wg_tokens, shape.wg_tokens)
+            for c in range(chunks):
+                source = operands.query.at[rows, q_head, chunk_slice(c, shape.dims.head_size)]
+                target = memory.q.tma.at[(slot * 2 + wg) * chunks + c, slots, :]
+                plgpu.copy_gmem_to_smem(source, target, memory.q_full.at[slot])
 
 
 def _drain(empty: Any, total: Any, stages: int) -> None:
@@ -355,9 +392,9 @@ def _compute(
         for first, end, how in _loops(shape, options, item):
             state = lax.fori_loop(first, end, functools.partial(step, **how), state)
         plgpu.barrier_arrive(memory.q_empty.at[q_slot])
-        _store(shape, operands, memory, item, state, interpret)
+        _store(shape, operands, memory, item, k, state, interpret)
 
-    _for_each_item(operands, attend)
+    _for_each_item(shape, operands, attend)
     pl.when(wg == 0)(take_turn)
     plgpu.wait_smem_to_gmem(0)
 
@@ -383,7 +420,7 @@ def _wg_first(shape: PrefillShape) -> Any:
 
 
 def _loops(shape: PrefillShape, options: AttentionOptions, item: Item) -> list[tuple[Any, Any, dict[str, Any]]]:
-    """Ranges of an item's steps and how to treat each: masked or not, half, and with an eye to blocks out of range."""
+    """Ranges of an item's steps and how to treat each: masked or not, and half."""
     size = jnp.int32(shape.tiling.step)
     first_pos = item.first_pos + _wg_first(shape)
     last_pos = first_pos + (shape.wg_tokens - 1)
@@ -391,12 +428,12 @@ def _loops(shape: PrefillShape, options: AttentionOptions, item: Item) -> list[t
     upper = jnp.minimum(item.kv_len, first_pos + 1) if options.causal else item.kv_len
     if right is not None:
         upper = jnp.minimum(upper, first_pos + right + 1)
-    sound = jnp.where(item.damaged != 0, 0, item.steps)
+    most_full = jnp.where(item.damaged, 0, item.steps)
     full_first = jnp.int32(0)
-    full_end = jnp.clip(lax.div(jnp.maximum(upper, 0), size) - item.first_step, 0, sound)
+    full_end = jnp.clip(lax.div(jnp.maximum(upper, 0), size) - item.first_step, 0, most_full)
     if left is not None:
         first_full = lax.div(jnp.maximum(last_pos - left, 0) + (size - 1), size)
-        full_first = jnp.clip(first_full - item.first_step, 0, sound)
+        full_first = jnp.clip(first_full - item.first_step, 0, most_full)
         full_end = jnp.maximum(full_end, full_first)
     loops: list[tuple[Any, Any, dict[str, Any]]] = []
     if options.mask_mod is None:
@@ -405,17 +442,16 @@ def _loops(shape: PrefillShape, options: AttentionOptions, item: Item) -> list[t
         loops.append((full_first, full_end, {}))
     else:
         full_end = jnp.int32(0)
-    masked_end = sound
+    masked_end = item.steps
     if shape.half_steps:
         rows = jnp.minimum(item.rows - _wg_first(shape), shape.wg_tokens)
         _, high = attended_range(options, first_pos, first_pos + rows - 1, item.kv_len)
         last_start = (item.first_step + item.steps - 1) * size
-        needs_half = (high - last_start <= shape.tiling.step // 2) & (sound > full_end)
-        masked_end = sound - jnp.where(needs_half, 1, 0)
+        needs_half = (high - last_start <= shape.tiling.step // 2) & (item.steps > full_end) & ~item.damaged
+        masked_end -= jnp.where(needs_half, 1, 0)
     loops.append((full_end, masked_end, {"masked": True}))
     if shape.half_steps:
-        loops.append((masked_end, sound, {"masked": True, "width": shape.tiling.step // 2}))
-    loops.append((sound, item.steps, {"masked": True, "checked": True}))
+        loops.append((masked_end, item.steps, {"masked": True, "width": shape.tiling.step // 2}))
     return loops
 
 
@@ -432,12 +468,13 @@ def _step(
     state: Softmax,
     *,
     masked: bool = False,
-    checked: bool = False,
     width: int | None = None,
 ) -> Softmax:
     """One step: scores, online softmax, and the step's values onto the output."""
     keys, values = shape.tiles("key"), shape.tiles("value")
     wg = lax.axis_index("wg")
+    checked = masked and width is None  # a half step is no damaged request's
+    readable: Any = None
     width = width or shape.tiling.step
     size = (WG_ROWS, width)
     slot = lax.rem(steps + i, jnp.int32(shape.stages))
@@ -449,18 +486,17 @@ def _step(
 
     first_pos = (item.first_step + i) * shape.tiling.step
     place = _place(shape, operands, item, first_pos, size)
-    s = log2_scores(s, options, place)
-    readable = _readable_columns(shape, operands, item, item.first_step + i) if checked else None
+    s, factor = log2_scores(s, options, place)
     if masked:
-        keep = kept(options, place, item.kv_len)
-        if readable is not None:
-            keep &= readable(size, 1)
-        s = jnp.where(keep, s, -jnp.inf)
-    peak = jnp.maximum(state.peak, s.max(axis=1))
+        s = jnp.where(kept(options, place, item.kv_len), s, -jnp.inf)
+    if checked:
+        readable = functools.partial(_readable, shape, operands, item, item.first_step + i)
+        s = lax.cond(item.damaged, lambda s: jnp.where(readable(size, 1), s, -jnp.inf), lambda s: s, s)
+    peak = jnp.maximum(state.peak, s.max(axis=1) * factor)
     # A row may have nothing to attend to so far: then any finite shift gives exp2(-inf) = 0 where -inf would give NaN.
     shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked or options.score_mod is not None else peak
     decay = jnp.exp2(state.peak - shift)
-    p = jnp.exp2(s - lax.broadcast_in_dim(shift, size, [0]))
+    p = jnp.exp2(s * factor - lax.broadcast_in_dim(shift, size, [0]))
     acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [0]) for a in state.acc)
     total = state.total * decay + p.sum(axis=1)
     p = p.astype(shape.dtype)
@@ -497,13 +533,13 @@ def _place(shape: PrefillShape, operands: Operands, item: Item, first_pos: Any, 
     if not shape.tiling.packed or shape.splits_tokens:
         head = item.head if not shape.tiling.packed else item.head * shape.group
         slope = None if operands.slopes is None else operands.slopes[_slopes_row(operands, item), head]
-        return TilePlace(item.request, head, q_pos, kv_pos, slope)
+        return TilePlace(item.table_row, head, q_pos, kv_pos, slope)
     head = _head_slot(shape, row) + (item.head * shape.group + lax.axis_index("wg") * shape.heads_per_wg)
     slope = None
     if operands.slopes is not None:
         slopes_row = operands.slopes.at[_slopes_row(operands, item)]
         slope = _of_head_slots(shape, slopes_row, item, size, row)
-    return TilePlace(item.request, head, q_pos, kv_pos, slope)
+    return TilePlace(item.table_row, head, q_pos, kv_pos, slope)
 
 
 def _head_slot(shape: PrefillShape, row: Any) -> Any:
@@ -511,7 +547,7 @@ def _head_slot(shape: PrefillShape, row: Any) -> Any:
 
 
 def _slopes_row(operands: Operands, item: Item) -> Any:
-    return item.request if operands.slopes.shape[0] > 1 else 0
+    return item.table_row if operands.slopes.shape[0] > 1 else 0
 
 
 def _of_head_slots(shape: PrefillShape, values: Any, item: Item, size: tuple[int, ...], row: Any) -> Any:
@@ -525,21 +561,19 @@ def _of_head_slots(shape: PrefillShape, values: Any, item: Item, size: tuple[int
     return result
 
 
-def _readable_columns(shape: PrefillShape, operands: Operands, item: Item, step: Any) -> Any:
-    """A function that gives, for arrays with a step's positions along an axis, which of them lie in a block that exists."""
+def _readable(
+    shape: PrefillShape, operands: Operands, item: Item, step: Any, size: tuple[int, int], axis: int, first: int = 0
+) -> Any:
+    """For an array with a step's positions from `first` on along an axis, which of them lie in a block that exists."""
     keys = shape.tiles("key")
     last_block = lax.div(jnp.maximum(item.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
-    blocks = keys.blocks(operands.table, item.request, step, last_block)
-
-    def readable(size: tuple[int, int], axis: int, first: int = 0) -> Any:
-        position = _iota(size, axis) + first
-        missing = jnp.zeros(size, jnp.int32)
-        for j, block in enumerate(blocks):
-            mine = (position >= j * keys.rows) & (position < (j + 1) * keys.rows)
-            missing = jnp.where(mine, jnp.full(size, jnp.where(keys.in_range(block), 0, 1)), missing)
-        return missing == 0
-
-    return readable
+    blocks = keys.blocks(operands.table, item.table_row, step, last_block)
+    position = _iota(size, axis) + first
+    missing = jnp.zeros(size, jnp.int32)
+    for j, block in enumerate(blocks):
+        mine = (position >= j * keys.rows) & (position < (j + 1) * keys.rows)
+        missing = jnp.where(mine, jnp.full(size, jnp.where(keys.in_range(block), 0, 1)), missing)
+    return missing == 0
 
 
 def _clear_unused_values(
@@ -555,18 +589,21 @@ def _clear_unused_values(
     last = item.first_pos + item.rows - 1
     low, high = attended_range(options, item.first_pos, last, item.kv_len)
     values = shape.tiles("value")
-    always = readable is not None
 
-    @pl.when(jnp.bool_(True) if always else (first_pos < low) | (first_pos + shape.tiling.step > high))
+    def clear(part: Any, used: Any) -> None:
+        v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+        part[...] = jnp.where(used, v, jnp.zeros_like(v))
+
+    @pl.when(item.damaged | (first_pos < low) | (first_pos + shape.tiling.step > high))
     def _clear() -> None:
         for first in range(0, shape.tiling.step, WG_ROWS):
             for part in values.parts(memory.v, slot, WG_ROWS, first):
                 position = _iota(part.shape, 0) + (first_pos + first)
-                used = (position >= low) & (position < high)
+                clear(part, (position >= low) & (position < high))
                 if readable is not None:
-                    used &= readable(part.shape, 0, first)
-                v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-                part[...] = jnp.where(used, v, jnp.zeros_like(v))
+                    pl.when(item.damaged)(
+                        lambda part=part, first=first: clear(part, readable(part.shape, 0, first))
+                    )
         plgpu.commit_smem()
 
 
@@ -575,6 +612,7 @@ def _store(
     operands: Operands,
     memory: Memory,
     item: Item,
+    k: Any,
     state: Softmax,
     interpret: Interpreter | None,
 ) -> None:
@@ -585,6 +623,9 @@ def _store(
     if operands.sinks is not None:
         weight = jnp.where(attended, weight / (1.0 + jnp.exp2(_sinks(shape, operands, item) * LOG2E - lse)), 0.0)
     out = [a * lax.broadcast_in_dim(weight, a.shape, [0]) for a in state.acc]
+    if shape.in_parts:
+        _store_part(shape, operands, item, k, out, lse, interpret)
+        return
     for first in range(0, shape.o_chunks, shape.o_slots):
         chunks = range(first, min(first + shape.o_slots, shape.o_chunks))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was sent before has left shared memory
@@ -600,13 +641,27 @@ def _store(
                     store(memory.lse[wg], lse, interpret)
                 plgpu.commit_smem()
                 if shape.return_lse and chunks[0] == 0:
-                    target = operands.lse.at[item.tile, item.head, pl.ds(wg * WG_ROWS, WG_ROWS)]
+                    tile = operands.work[lax.axis_index("cta"), k, field.TILE]
+                    target = operands.lse.at[tile, item.head, pl.ds(wg * WG_ROWS, WG_ROWS)]
                     plgpu.copy_smem_to_gmem(memory.lse[wg], target)
                 send = functools.partial(_send, shape, operands, memory, item, wg, chunks)
                 full = rows >= shape.wg_tokens
                 pl.when(full)(lambda: send(0, shape.wg_tokens))
                 # A neighbour's rows must not be touched: a tile that is not full goes row by row.
                 lax.fori_loop(0, jnp.where(full, 0, rows), lambda t, _: send(t, 1), None)
+
+
+def _store_part(
+    shape: PrefillShape, operands: Operands, item: Item, k: Any, out: Sequence[Any], lse: Any, interpret: Any
+) -> None:
+    """Send all rows to the workspace, straight from registers."""
+    part = operands.work[lax.axis_index("cta"), k, field.TILE]
+    rows = pl.ds(lax.axis_index("wg") * WG_ROWS, WG_ROWS)
+    first = 0
+    for o in out:
+        store(operands.part_out.at[part, item.head, rows, pl.ds(first, o.shape[1])], o, interpret)
+        first += o.shape[1]
+    store(operands.lse.at[part, item.head, rows], lse, interpret)
 
 
 def _chunk_of(parts: Sequence[Any], c: int, columns: int) -> Any:

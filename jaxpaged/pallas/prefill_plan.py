@@ -17,8 +17,10 @@ from jaxpaged.pallas.ranges import attended_range, damaged_requests
 from jaxpaged.reference.attention import AttentionOptions
 
 # Fields of an item of `PrefillPlan.work`.
-FIRST_ROW, ROWS, FIRST_POS, REQUEST, KV_LEN, HEAD, FIRST_STEP, STEPS, DAMAGED, TILE = range(10)
-NUM_FIELDS = 10
+FIRST_ROW, ROWS, FIRST_POS, REQUEST, KV_LEN, HEAD, FIRST_STEP, STEPS, TILE = range(9)
+NUM_FIELDS = 9
+MOST_REQUESTS = 2**31 - 1
+"""Bits of REQUEST that give the request; the sign says that one of its blocks is out of range."""
 MAX_GROUPS = 32
 
 
@@ -31,6 +33,7 @@ class PrefillTiling:
       packed: whether a tile holds all query heads of a kv head, or one.
       step: positions that are computed at a time.
       num_ctas: persistent CTAs.
+      most_parts: a tile's keys are split among so many CTAs at most, where there are more CTAs than tiles.
       l2_bytes: keys and values that are to be worked on at one time.
     """
 
@@ -38,6 +41,7 @@ class PrefillTiling:
     packed: bool
     step: int
     num_ctas: int
+    most_parts: int = 1
     l2_bytes: int = 24 << 20
 
 
@@ -46,12 +50,13 @@ class PrefillPlan(NamedTuple):
 
     work: Any
     """[num_ctas, most items, NUM_FIELDS] int32: first row in the query, number of rows, position of the first, request,
-    positions of the request, query head (kv head when packed), first step, number of steps, whether a block of the
-    request is out of range, and the tile's number."""
+    positions of the request, query head (kv head when packed), first step, number of steps, and the number of the part of a tile, `tile * most_parts + part`."""
     counts: Any
     """[num_ctas] int32: number of items."""
     tile_starts: Any
     """[num_reqs + 1] int32: number of each request's first tile; the last for the rows of no request."""
+    parts: Any
+    """[] int32: parts of each tile."""
 
 
 def most_tiles(num_tokens: int, num_reqs: int, tiling: PrefillTiling) -> int:
@@ -70,8 +75,9 @@ def plan_prefill(
     shortest: int,
 ) -> PrefillPlan:
     """The plan for requests with `shortest` new tokens or more, and for the rows of no request, which are cleared."""
-    tiles = _tiles(cache, batch, options, tiling, num_tokens, shortest)
     heads = cache.num_kv_heads
+    tiles = _tiles(cache, batch, options, tiling, num_tokens, shortest)
+    tiles, parts = _in_parts(tiles, tiling, heads if tiling.packed else num_heads)
     order, group, count = _order(cache, batch, tiles, tiling)
     cta, slot, counts = _deal(group, count, num_heads // heads if not tiling.packed else 1, tiling.num_ctas)
     entry = order[:, None] + jnp.zeros_like(cta)
@@ -83,7 +89,7 @@ def plan_prefill(
     room = entry.size // tiling.num_ctas + MAX_GROUPS + 1
     work = jnp.zeros((tiling.num_ctas, room, NUM_FIELDS), jnp.int32)
     work = work.at[cta, slot].set(fields, mode="drop")
-    return PrefillPlan(work, counts.astype(jnp.int32), tiles.starts)
+    return PrefillPlan(work, counts.astype(jnp.int32), tiles.starts, parts)
 
 
 class _Tiles(NamedTuple):
@@ -97,10 +103,10 @@ def _tiles(
 ) -> _Tiles:
     starts = batch.query_start_loc
     kv_len = jnp.minimum(batch.seq_lens, batch.max_blocks_per_req * cache.block_size)
-    damaged = damaged_requests(cache, batch, kv_len).astype(jnp.int32)
+    damaged = damaged_requests(cache, batch, kv_len)
     # The rows of no request are those of one more, which has nothing to attend to.
     q_len = jnp.diff(starts, append=num_tokens)
-    kv_len, damaged = jnp.append(kv_len, 0), jnp.append(damaged, 0)
+    kv_len, damaged = jnp.append(kv_len, 0), jnp.append(damaged, False)
     mine = (q_len >= shortest).at[-1].set(True)
     per_request = jnp.where(mine, -(-q_len // tiling.tokens), 0)
     ends = jnp.cumsum(per_request, dtype=jnp.int32)
@@ -114,12 +120,29 @@ def _tiles(
     first_step = low // tiling.step
     steps = jnp.where(high > low, -(-high // tiling.step) - first_step, 0)
     table_row = jnp.minimum(request, batch.num_reqs - 1)
+    table_row = jnp.where(damaged[request], table_row | ~jnp.int32(MOST_REQUESTS), table_row)
     columns = (
         starts[request] + first, rows, first_pos, table_row, kv_len[request], jnp.zeros_like(tile), first_step, steps,
-        damaged[request],
     )  # fmt: skip
     fields = jnp.stack([x.astype(jnp.int32) for x in columns], axis=1)
     return _Tiles(fields, tile < ends[-1], ends - per_request)
+
+
+def _in_parts(tiles: _Tiles, tiling: PrefillTiling, num_heads: int) -> tuple[_Tiles, Any]:
+    """The tiles' steps split evenly into as many parts as give each CTA one, and their number."""
+    most = tiling.most_parts
+    if most == 1:
+        return tiles, jnp.int32(1)
+    items = jnp.sum(tiles.valid) * num_heads
+    parts = jnp.clip(tiling.num_ctas // jnp.maximum(items, 1), 1, most).astype(jnp.int32)
+    part = jnp.arange(most, dtype=jnp.int32)
+    steps = tiles.fields[:, None, STEPS]
+    size = -(-steps // parts)
+    fields = jnp.repeat(tiles.fields[:, None], most, axis=1)
+    fields = fields.at[..., FIRST_STEP].add(part * size)
+    fields = fields.at[..., STEPS].set(jnp.clip(steps - part * size, 0, size))
+    valid = tiles.valid[:, None] & (part < parts)
+    return _Tiles(fields.reshape(-1, fields.shape[-1]), valid.reshape(-1), tiles.starts), parts
 
 
 def _order(cache: KVCache, batch: PagedBatch, tiles: _Tiles, tiling: PrefillTiling) -> tuple[Any, Any, Any]:
@@ -131,7 +154,7 @@ def _order(cache: KVCache, batch: PagedBatch, tiles: _Tiles, tiling: PrefillTili
     before = jnp.cumsum(pairs) - pairs
     size = jnp.maximum(jnp.float32(tiling.l2_bytes), pairs.sum() * (1.01 / MAX_GROUPS))
     group_of_pair = jnp.minimum(before / size, MAX_GROUPS - 1).astype(jnp.int32)
-    group = group_of_pair.reshape(-1, heads)[tiles.fields[:, REQUEST]]
+    group = group_of_pair.reshape(-1, heads)[tiles.fields[:, REQUEST] & MOST_REQUESTS]
     group = jnp.where(tiles.valid[:, None], group, MAX_GROUPS).reshape(-1)
     cost = jnp.repeat(jnp.minimum(tiles.fields[:, STEPS], 2**20), heads)
     order = jnp.argsort(group * 2**21 - cost, stable=True)

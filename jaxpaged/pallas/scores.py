@@ -34,10 +34,13 @@ def changes_scores(options: AttentionOptions) -> bool:
     return options.soft_cap is not None or options.score_mod is not None or options.alibi_slopes is not None
 
 
-def log2_scores(s: Any, options: AttentionOptions, place: TilePlace) -> Any:
-    """Products of q and k as scores after soft cap, `score_mod` and ALiBi, in units of log 2."""
-    if not changes_scores(options):
-        return s * (options.scale * LOG2E)
+def log2_scores(s: Any, options: AttentionOptions, place: TilePlace) -> tuple[Any, float]:
+    """Products of q and k after soft cap, `score_mod` and ALiBi, and the factor that makes them scores in log 2.
+
+    The factor is left to the exponential's argument, where a multiplication costs nothing.
+    """
+    if options.scale > 0 and not changes_scores(options):
+        return s, options.scale * LOG2E
     s = s * options.scale
     if options.soft_cap is not None:
         s = _soft_cap(s, options.soft_cap)
@@ -45,7 +48,7 @@ def log2_scores(s: Any, options: AttentionOptions, place: TilePlace) -> Any:
         s = options.score_mod(s, place.request, place.head, place.q_pos, place.kv_pos).astype(jnp.float32)
     if place.slope is not None:
         s = s + place.slope * (place.kv_pos - place.q_pos).astype(jnp.float32)
-    return s * LOG2E
+    return s, LOG2E
 
 
 def _soft_cap(s: Any, cap: float) -> Any:
