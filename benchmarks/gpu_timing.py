@@ -41,6 +41,7 @@ class Timing:
         durations, but for the part where two of them overlap.
       span_microseconds: from the start of the first to the end of the last, gaps included.
       kernels: total time by name.
+      counts: how many there are by name.
       launches: how many of them one call has.
       spread: the largest of the repeats over the smallest.
       repeats: calls measured.
@@ -49,6 +50,7 @@ class Timing:
     microseconds: float
     span_microseconds: float
     kernels: dict[str, float]
+    counts: dict[str, int]
     launches: int
     spread: float
     repeats: int
@@ -92,19 +94,19 @@ def kernel_times(
     return {name: summarize(name, parts[i :: len(calls)]) for i, name in enumerate(calls)}
 
 
-def summarize(name: str, parts: Sequence[Sequence[Record]]) -> Timing:
+def summarize(call: str, parts: Sequence[Sequence[Record]]) -> Timing:
     """The Timing of calls that launched `parts`."""
     if not all(parts):
-        raise RuntimeError(f"{name}: a call launched nothing on the GPU")
+        raise RuntimeError(f"{call}: a call launched nothing on the GPU")
     busy = [busy_ns(part) / 1e3 for part in parts]
     spans = [(max(r.end_ns for r in part) - min(r.start_ns for r in part)) / 1e3 for part in parts]
-    by_name: dict[str, list[float]] = {}
-    for kernel in dict.fromkeys(record.name for part in parts for record in part):
-        by_name[kernel] = [sum(r.duration_ns for r in part if r.name == kernel) / 1e3 for part in parts]
+    names = dict.fromkeys(record.name for part in parts for record in part)
+    by_name = {name: [[r.duration_ns for r in part if r.name == name] for part in parts] for name in names}
     return Timing(
         microseconds=statistics.median(busy),
         span_microseconds=statistics.median(spans),
-        kernels={kernel: statistics.median(times) for kernel, times in by_name.items()},
+        kernels={name: statistics.median(sum(times) / 1e3 for times in calls) for name, calls in by_name.items()},
+        counts={name: int(statistics.median(len(times) for times in calls)) for name, calls in by_name.items()},
         launches=int(statistics.median(len(part) for part in parts)),
         spread=max(busy) / min(busy),
         repeats=len(parts),
@@ -265,46 +267,3 @@ def record_with_jax(run: Run) -> list[Record]:
             if line.name.startswith("Stream")
             for event in line.events
         ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
-    """What the GPU reaches at best: TB/s of reads alone and of a copy (read and written), TFLOP/s of bfloat16."""
-
-    read: float
-    copy: float
-    matmul: float
-    reader: str
-
-
-def measure_ceilings() -> Ceilings:
-    """The fastest of several reductions over 4 GiB, a copy of 4 GiB, and a product of two 8192 x 8192 matrices."""
-    import jax
-    import torch
-
-    source = torch.randint(-8, 8, (2**30,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    floats = source.view(torch.float32)
-    for_jax = jax.dlpack.from_dlpack(source)
-    calls: dict[str, Callable[[], Any]] = {
-        "torch sum": lambda: floats.sum(),
-        "torch amax": lambda: source.amax(),
-        "jnp max": functools.partial(jax.jit(lambda x: x.max()), for_jax),
-    }
-    try:
-        from triton_read import read_all
-
-        finish(read_all(source))
-        calls["Triton sum"] = lambda: read_all(source)
-    except Exception as error:
-        warnings.warn(f"gpu_timing: no Triton reader: {type(error).__name__}: {error}", stacklevel=2)
-    reads = {name: timing.microseconds for name, timing in kernel_times(calls, warmup=2, repeats=10).items()}
-    reader = min(reads, key=lambda name: reads[name])
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    others = kernel_times({"copy": lambda: target.copy_(source), "matmul": lambda: a @ b}, repeats=10)
-    return Ceilings(
-        read=source.nbytes / reads[reader] / 1e6,
-        copy=2 * source.nbytes / others["copy"].microseconds / 1e6,
-        matmul=2 * 8192**3 / others["matmul"].microseconds / 1e6,
-        reader=reader,
-    )

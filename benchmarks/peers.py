@@ -1,23 +1,20 @@
-"""The implementations that are measured beside ours, behind one interface, and ours.
+"""The implementations that are measured beside ours, behind one interface; FlashAttention-3 is in `flash_peer.py`.
 
 Each is a function of a case's inputs that returns calls by label: variants of the same computation, of which the
-fastest counts. A call takes no arguments and returns the output [num_tokens, num_heads, head_size], or a pair of it and
-of the lse, as JAX or torch arrays. `Unavailable` says why there is none.
+fastest counts. `Unavailable` says why there is none.
 """
 
+import dataclasses
 import functools
-import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
-from attention_cases import FLASH, TRITON
-from attention_inputs import SOFT_CAP, Inputs, score_mod
+from attention_cases import FLASH, TRITON, Case
+from attention_inputs import SOFT_CAP, Inputs
 
-Call = Callable[[], Any]
 MULTIPROCESSORS = 132
 
 
@@ -34,57 +31,26 @@ def as_torch(x: Any) -> torch.Tensor:
     return x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)
 
 
-def jaxpaged(inputs: Inputs, implementation: str | None = "mosaic_gpu") -> dict[str, Call]:
-    """Ours, in one `jit` whose arguments are the arrays."""
-    from jaxpaged import KVCache, PagedBatch, paged_attention
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is timed, and what its result means.
 
-    case = inputs.case
-    cache = KVCache.from_arrays(
-        shared(inputs.key),
-        shared(inputs.value),
-        k_scale=None if inputs.k_scale is None else shared(inputs.k_scale),
-        v_scale=None if inputs.v_scale is None else shared(inputs.v_scale),
-        dtype=jnp.float8_e4m3fn if case.cache == "float8_e4m3fn" else None,
-    )
-    batch = PagedBatch.create(inputs.garbage_table, list(case.seq_lens), query_lens=list(case.query_lens))
-    arrays: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    match case.option:
-        case "alibi":
-            arrays["alibi_slopes"] = shared(inputs.alibi_slopes)
-        case "sinks":
-            arrays["sinks"] = shared(inputs.sinks)
-        case "soft_cap":
-            options["soft_cap"] = SOFT_CAP
-        case "lse":
-            options["return_lse"] = True
-        case "score_mod":
-            options["score_mod"] = score_mod
+    Attributes:
+      run: launches the work and returns JAX or torch arrays.
+      packed: from what `run` returned to the output [num_tokens, num_heads, head_size]; not timed.
+    """
 
-    @jax.jit
-    def attend(query: Any, cache: KVCache, batch: PagedBatch, arrays: dict[str, Any]) -> Any:
-        return paged_attention(
-            query,
-            cache,
-            batch,
-            causal=case.causal,
-            window=case.window,
-            implementation=implementation,
-            **arrays,
-            **options,
-        )
-
-    return {"": functools.partial(attend, shared(inputs.query), cache, batch, arrays)}
+    run: Callable[[], Any]
+    packed: Callable[[Any], torch.Tensor] = as_torch
 
 
-def _refuse_options(inputs: Inputs, supported: tuple[str | None, ...]) -> None:
+def refuse_options(inputs: Inputs, supported: tuple[str | None, ...]) -> None:
     if inputs.case.option not in supported:
         raise Unavailable(f"no {inputs.case.option}")
 
 
-def split_counts(inputs: Inputs) -> tuple[int, ...]:
+def split_counts(case: Case) -> tuple[int, ...]:
     """Into how many parts a peer's context is worth splitting: more the fewer tiles of 128 rows there are."""
-    case = inputs.case
     group = case.num_heads // case.num_kv_heads
     tiles = case.num_kv_heads * sum(math.ceil(n * group / 128) for n in case.query_lens)
     if tiles >= 8 * MULTIPROCESSORS:
@@ -94,119 +60,6 @@ def split_counts(inputs: Inputs) -> tuple[int, ...]:
     return (1, 2, 4, 8, 16, 32)
 
 
-def flash_attention_3(inputs: Inputs) -> dict[str, Call]:
-    """flash-attn3-jax: batches with one length of query by its public function, others by the function under it."""
-    case = inputs.case
-    _refuse_options(inputs, (None, "lse"))
-    if case.head_size != 128:
-        raise Unavailable("its wheel is built for head size 128")
-    if case.cache != "bfloat16":
-        raise Unavailable("its binding takes no 8-bit cache")
-    try:
-        importlib.import_module("flash_attn3_jax")  # it registers the function that XLA calls
-    except Exception as error:
-        raise Unavailable(f"not installed: {type(error).__name__}: {error}") from error
-    arrays = [shared(x) for x in (inputs.query, inputs.key, inputs.value, inputs.block_table, inputs.seq_lens)]
-    arrays.append(shared(inputs.query_starts))
-    calls: dict[str, Call] = {}
-    for splits in split_counts(inputs):
-        # With one query and no window "causal" changes nothing but the tiles.
-        for causal in (True, False) if max(case.query_lens) == 1 and case.window is None else (case.causal,):
-            label = f"{splits} splits" if splits > 1 else "1 split"
-            label += "" if causal == case.causal else " full"
-            attend = _flash_uniform if case.uniform_queries else _flash_ragged
-            function = jax.jit(functools.partial(attend, inputs, causal, splits))
-            calls[label] = functools.partial(function, *arrays)
-    return calls
-
-
-def _flash_window(inputs: Inputs) -> tuple[int, int]:
-    left, right = (-1 if side is None else side for side in inputs.case.window or (None, None))
-    return left, right
-
-
-def _flash_uniform(
-    inputs: Inputs, causal: bool, splits: int, query: Any, key: Any, value: Any, table: Any, seq_lens: Any, _: Any
-) -> Any:
-    from flash_attn3_jax import flash_mha_with_kvcache
-
-    case = inputs.case
-    out = flash_mha_with_kvcache(
-        query.reshape(len(case.query_lens), -1, *query.shape[1:]),
-        key,
-        value,
-        cache_seqlens=seq_lens,
-        page_table=table,
-        softmax_scale=inputs.scale,
-        is_causal=causal,
-        window_size=_flash_window(inputs),
-        num_splits=splits,
-    )
-    return out.reshape(query.shape)
-
-
-def _flash_ragged(
-    inputs: Inputs, causal: bool, splits: int, query: Any, key: Any, value: Any, table: Any, seq_lens: Any, starts: Any
-) -> Any:
-    case = inputs.case
-    num_tokens, num_heads, head_size = query.shape
-    longest = max(case.query_lens)
-    partial = (splits, num_heads, num_tokens, head_size) if splits > 1 else (1, 1, 1, 1)
-    ints, floats, numbers = (jnp.zeros((0,), dtype) for dtype in (jnp.int32, jnp.float32, query.dtype))
-    left, right = _flash_window(inputs)
-    # Positions of the arguments as in flash_attn3_jax/kvcache.py, with the starts of the queries besides.
-    return jax.ffi.ffi_call(
-        "flash_mha_fwd",
-        [
-            jax.ShapeDtypeStruct(query.shape, query.dtype),
-            jax.ShapeDtypeStruct((len(case.query_lens), num_heads, longest), jnp.float32),
-            jax.ShapeDtypeStruct(partial, jnp.float32),
-            jax.ShapeDtypeStruct(partial[:3], jnp.float32),
-        ],
-        has_side_effect=False,
-        input_layouts=[None] * 21,
-        output_layouts=[None] * 4,
-    )(
-        query,
-        key,
-        value,
-        numbers,  # new keys
-        numbers,  # new values
-        numbers,  # q_v
-        starts,
-        ints,  # cu_seqlens_k
-        ints,  # cu_seqlens_k_new
-        ints,  # seqused_q
-        seq_lens,
-        table,
-        ints,  # kv_batch_idx
-        ints,  # leftpad_k
-        numbers,  # rotary_cos
-        numbers,  # rotary_sin
-        ints,  # seqlens_rotary
-        floats,  # q_descale
-        floats,  # k_descale
-        floats,  # v_descale
-        ints,  # scheduler_metadata
-        max_seqlen_q=longest,
-        max_seqlen_q_has_value=True,
-        max_seqlen_k=0,
-        max_seqlen_k_has_value=False,
-        softmax_scale_val=inputs.scale,
-        softmax_scale_has_value=True,
-        pack_gqa_val=False,
-        pack_gqa_has_value=False,
-        is_causal=causal,
-        window_size_left=left,
-        window_size_right=right,
-        attention_chunk=0,
-        softcap=0.0,
-        is_rotary_interleaved=True,
-        num_splits=splits,
-        sm_margin=0,
-    )[0]
-
-
 SEGMENTS = 16
 """Parts of the context in the decode kernel of both Triton peers."""
 
@@ -214,7 +67,7 @@ SEGMENTS = 16
 def triton_unified(inputs: Inputs) -> dict[str, Call]:
     """vLLM's unified attention; for decode both with its split context and without."""
     case = inputs.case
-    _refuse_options(inputs, (None, "soft_cap", "alibi", "sinks"))
+    refuse_options(inputs, (None, "soft_cap", "alibi", "sinks"))
     try:
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
         from vllm.v1.kv_cache_interface import KVQuantMode
@@ -255,12 +108,12 @@ def triton_unified(inputs: Inputs) -> dict[str, Call]:
         unified_attention(**arguments, **more)
         return out
 
-    calls: dict[str, Call] = {"2D": call}
+    calls = {"2D": Call(call)}
     if max(case.query_lens) == 1:
         padded = 1 << (case.head_size - 1).bit_length()
         rows = (case.num_tokens, case.num_heads, SEGMENTS)
         device = inputs.query.device
-        calls["3D"] = functools.partial(
+        segmented = functools.partial(
             call,
             seq_threshold_3D=case.num_tokens,
             num_par_softmax_segments=SEGMENTS,
@@ -268,13 +121,14 @@ def triton_unified(inputs: Inputs) -> dict[str, Call]:
             softmax_segm_max=torch.empty(rows, dtype=torch.float32, device=device),
             softmax_segm_expsum=torch.empty(rows, dtype=torch.float32, device=device),
         )
+        calls["3D"] = Call(segmented)
     return calls
 
 
 def ejkernel(inputs: Inputs) -> dict[str, Call]:
     """ejkernel's unified attention: of its paged kernels the one that takes our layout and packed queries."""
     case = inputs.case
-    _refuse_options(inputs, (None, "soft_cap", "alibi", "sinks"))
+    refuse_options(inputs, (None, "soft_cap", "alibi", "sinks"))
     if not case.causal:
         raise Unavailable("causal alone")
     if case.cache != "bfloat16":
@@ -298,15 +152,17 @@ def ejkernel(inputs: Inputs) -> dict[str, Call]:
         sliding_window=None if case.window is None or case.window[0] is None else case.window[0] + 1,
         logits_soft_cap=SOFT_CAP if case.option == "soft_cap" else None,
     )
-    calls: dict[str, Call] = {"2D": functools.partial(jax.jit(attend), *arrays, **optional)}
+    calls = {"2D": Call(functools.partial(jax.jit(attend), *arrays, **optional))}
     if max(case.query_lens) == 1:
         segmented = functools.partial(attend, seq_threshold_3d=case.num_tokens, num_par_softmax_segments=SEGMENTS)
-        calls["3D"] = functools.partial(jax.jit(segmented), *arrays, **optional)
+        calls["3D"] = Call(functools.partial(jax.jit(segmented), *arrays, **optional))
     return calls
 
 
-PEERS: Mapping[str, Callable[[Inputs], dict[str, Call]]] = {
-    FLASH: flash_attention_3,
-    TRITON: triton_unified,
-    "ejkernel": ejkernel,
-}
+def variants(name: str, inputs: Inputs) -> dict[str, Call]:
+    """A peer's calls."""
+    if name == FLASH:
+        from flash_peer import flash_attention_3
+
+        return flash_attention_3(inputs)
+    return {TRITON: triton_unified, "ejkernel": ejkernel}[name](inputs)

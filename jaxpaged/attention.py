@@ -95,7 +95,9 @@ def paged_attention(
         mask_mod=mask_mod,
         score_mod=score_mod,
     )
-    implementation = choose(implementation, (query, cache, batch), lambda: _refusal(query, cache, batch, options, out_dtype))
+    implementation = choose(
+        implementation, (query, cache, batch), lambda: _refusal(query, cache, batch, options, out_dtype)
+    )
     arrays, static = split_options(options)
     if implementation == "mosaic_gpu":
         interpret = mosaic.interpreter()

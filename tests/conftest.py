@@ -1,6 +1,12 @@
 """Fixtures that several folders of tests use."""
 
+import os
 from typing import Any
+
+# Read when JAX's CPU backend starts. Pallas' interpreter blocks a thread of XLA's pool for each thread of a kernel that
+# waits at a barrier; where there are fewer threads than that, for want of cores, all wait for ever.
+os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
+os.environ.setdefault("PJRT_NPROC", os.environ["NPROC"])
 
 import jax
 import pytest

@@ -23,6 +23,10 @@ def _load(name: str) -> ModuleType:
 
 cases = _load("attention_cases")
 timing = _load("gpu_timing")
+_load("ceilings")
+layers = _load("layer_times")
+results = _load("attention_results")
+table = _load("attention_table")
 
 
 def brute_force(case):
@@ -78,10 +82,14 @@ def test_cases():
         assert len(case.query_lens) == len(case.seq_lens)
         assert case.targets and case.num_heads % case.num_kv_heads == 0
         for target in case.targets:
-            assert target.against in (*names, cases.FLASH, cases.TRITON, cases.READS)
+            assert target.against in (*names, cases.FLASH, cases.TRITON, cases.READS, cases.PLAN)
         for some in (case, case.tiny()):
             assert all(1 <= q <= s for q, s in zip(some.query_lens, some.seq_lens, strict=True))
             assert some.shared_prefix % some.block_size == 0 and some.shared_prefix <= min(some.seq_lens)
+    new, lens = cases.half_decode_lens()
+    assert (len(new), new.count(1), sum(new)) == (64, 32, 8192)
+    contexts = [length - n for n, length in zip(new[32:], lens[32:], strict=True)]
+    assert (len(set(contexts)), min(contexts), max(contexts)) == (32, 0, 2048)
     plain = cases.CASES[0]
     assert cases.memory_bound(plain) and cases.bytes_read(plain) == 64 * 4096 * 8 * 128 * 2 * 2
 
@@ -112,7 +120,52 @@ def test_time_of_overlapping_kernels_counts_once():
     parts = [[record("a", 0, 1000), record("b", 3000, 2000)], [record("a", 0, 3000), record("b", 3000, 2000)]]
     summary = timing.summarize("call", parts)
     assert (summary.microseconds, summary.span_microseconds, summary.launches) == (4, 5, 2)
-    assert summary.kernels == {"a": 2, "b": 2}
+    assert summary.kernels == {"a": 2, "b": 2} and summary.counts == {"a": 1, "b": 1}
     assert summary.spread == pytest.approx(5 / 3)
     with pytest.raises(RuntimeError, match="launched nothing"):
         timing.summarize("call", [parts[0], []])
+
+
+def program(*kernels):
+    """A Timing of kernels that run one after the other, given by name and microseconds."""
+    records, start = [], 0
+    for name, duration in kernels:
+        records.append(record(name, start, 1000 * duration))
+        start += 1000 * duration
+    return timing.summarize("program", [records])
+
+
+def test_time_of_a_layer_and_of_the_plan():
+    plan, layer = [("sort", 3), ("sum", 2)], [("paged_decode", 50), ("paged_decode_combine", 5)]
+    one, two = program(*plan, *layer), program(*plan, *layer, *layer)
+    assert layers.layer_time(one, two) == layers.LayerTime(55, 5)
+
+
+def test_a_plan_that_is_not_shared_is_told():
+    plan, layer = [("sort", 3), ("sum", 2)], [("paged_decode", 50)]
+    split = layers.layer_time(program(*plan, *layer), program(*plan, *layer, *plan, *layer))
+    assert (split.layer, split.plan) == (55, 0)
+    assert split.notes == ("plan not wholly shared: a second layer adds 3 kernels, 1 of attention",)
+
+
+def test_layers_that_run_at_once_are_told():
+    one = program(("paged_decode", 50))
+    two = timing.summarize("two", [[record("paged_decode", 0, 50e3), record("paged_decode", 40e3, 50e3)]])
+    split = layers.layer_time(one, two)
+    assert split.layer == 40 and "at once for 10.0 us" in split.notes[0]
+
+
+def test_targets_are_of_the_layer_and_the_plan():
+    decode, planned = cases.CASES[0], next(case for case in cases.CASES if case.targets[0].against == cases.PLAN)
+    ours = results.Result(microseconds=100.0, first_microseconds=350.0, plan_microseconds=250.0)
+    flash = results.Result(microseconds=106.0, prepare_microseconds=3.0)
+    rows = [results.Row(case.name, {"jaxpaged": ours, cases.FLASH: flash}, 1.0) for case in (decode, planned)]
+    report = results.Report(rows=rows)
+    by_name = {row.case: row for row in rows}
+    assert table.reached(cases.Target(1.05, cases.FLASH), decode, by_name, report)
+    assert not table.reached(cases.Target(1.07, cases.FLASH), decode, by_name, report)
+    assert table.reached(planned.targets[0], planned, by_name, report)
+    assert results.from_json(results.as_json(report, ["python"])).rows == rows
+    text = table.markdown(table.render(report, (cases.FLASH,)), report, ["python"])
+    assert "| decode 64x4096 | 100.0 | 250.0 | 350.0 |" in text
+    assert "Plan of 64 mixed requests with 8192 new tokens: 250.0 µs of the device and 0 of the host" in text

@@ -1,5 +1,6 @@
 """Paged attention by the Pallas kernels: what they take, which of them a batch needs, and the calls."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,12 +10,21 @@ from jax import lax
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
-from jaxpaged.pallas.combine import combine
+from jaxpaged.pallas import decode_plan as field
+from jaxpaged.pallas.cascade import (
+    attend_to_prefix,
+    merged_with_prefix,
+    prefix_shape,
+    sees_all_of_a_prefix,
+    shared_prefix,
+)
+from jaxpaged.pallas.chunks import chunk_refusal, in_chunks
+from jaxpaged.pallas.combine import attending_rows, combine, decoded_lse, rows_of_requests
 from jaxpaged.pallas.config import decode_config, prefill_config
 from jaxpaged.pallas.decode import DecodeShape, decode
-from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.decode_plan import DecodePlan, plan_decode
-from jaxpaged.pallas import decode_plan as field
+from jaxpaged.pallas.dequantize import scale_refusal
+from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.prefill import prefill
 from jaxpaged.pallas.prefill_plan import plan_prefill
 from jaxpaged.pallas.prefill_rows import merged_parts, row_requests, rows_of_tiles
@@ -34,8 +44,14 @@ def refusal(query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOpt
         return f"the kernels take queries of bfloat16 and float16, not {jnp.dtype(query.dtype).name}"
     if out_dtype not in DTYPES:
         return f"the kernels write outputs of bfloat16 and float16, not {out_dtype.name}"
-    if cache.dtype != query.dtype:
-        return f"the kernels take caches of the query's dtype, {jnp.dtype(query.dtype).name}, not {cache.dtype.name}"
+    if cache.quantized:
+        reason = _quantized_refusal(query, cache, batch, options)
+        if reason is not None:
+            return reason
+    elif cache.dtype != query.dtype:
+        return (
+            f"the kernels take 8-bit caches and ones of the query's dtype, {query.dtype.name}, not {cache.dtype.name}"
+        )
     if "x" in cache.layout.axes("key") or any(cache.layout.axes(w)[-1] == "s" for w in ("key", "value")):
         return f"the kernels need the elements of a head side by side, which layout {cache.layout.name} does not have"
     if math.gcd(cache.block_size, 64) < 8:
@@ -46,6 +62,18 @@ def refusal(query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOpt
     if 0 in (query.shape[0], batch.num_reqs, batch.max_blocks_per_req, cache.num_blocks):
         return "there is nothing to compute"
     return None
+
+
+def _quantized_refusal(query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOptions) -> str | None:
+    if any(size % 64 for size in (cache.head_size, cache.v_head_size)):
+        return f"the kernels take 8-bit heads of a multiple of 64 elements, not {cache.head_size}, {cache.v_head_size}"
+    if query.shape[1] // cache.num_kv_heads > MOST_ROWS:
+        return f"the kernels take 8-bit caches with up to {MOST_ROWS} query heads a kv head"
+    if batch.max_query_len is None or batch.max_query_len > _decoded(query, cache, batch, batch_invariant=False):
+        reason = chunk_refusal(options)
+        if reason is not None:
+            return f"the kernels don't take {reason}"
+    return scale_refusal(query.dtype, cache)
 
 
 def paged_attention(
@@ -63,6 +91,16 @@ def paged_attention(
     num_tokens, num_heads, _ = query.shape
     longest = _decoded(query, cache, batch, batch_invariant)
     all_decoded = batch.max_query_len is not None and batch.max_query_len <= longest
+    if cache.quantized and not all_decoded:
+        chunk = (
+            1 if batch_invariant else next(n for n in (8, 4, 2, 1) if n * num_heads // cache.num_kv_heads <= MOST_ROWS)
+        )
+        chunks = in_chunks(cache, batch, chunk, num_tokens=num_tokens, causal=options.causal)
+        how = {"out_dtype": out_dtype, "batch_invariant": batch_invariant, "return_lse": return_lse}
+        return paged_attention(query, cache, chunks, options, interpret=interpret, **how)
+    cascades = all_decoded and not batch_invariant and cache.dtype == query.dtype and sees_all_of_a_prefix(options)
+    if batch.shares_prefix and cascades:
+        return _cascade(query, cache, batch, options, longest, out_dtype, interpret)
     out = jax.new_ref(lax.empty((num_tokens, num_heads, cache.v_head_size), out_dtype))
     lse = prefilled = None
     if not all_decoded:
@@ -77,27 +115,85 @@ def paged_attention(
             lse = rows_of_tiles(prefill_plan, tile_lse, tiles, batch)[:, 0].T * LN2
     if longest > 0:
         shape = decode_config(query, cache, batch, out_dtype, batch_invariant, longest)
-        plan = plan_decode(
-            cache,
-            batch,
-            options,
-            num_tokens=num_tokens,
-            max_query_len=longest,
-            tile=shape.tile,
-            num_shares=shape.num_shares,
-            min_tiles=4,
-            others_elsewhere=not all_decoded,
-            batch_invariant=batch_invariant,
+        plan = _plan_decode(
+            cache, batch, options, shape, others_elsewhere=not all_decoded, batch_invariant=batch_invariant
         )
-        part_out, part_lse, whole_lse = decode(query, cache, batch, plan, options, shape, out, interpret)
-        combine(plan, part_out, part_lse, options.sinks, shape, out, interpret)
-        if return_lse:
-            lse = _decode_lse(plan, part_lse, whole_lse, shape, batch, lse)
+        short_lse = _decode(query, cache, batch, plan, options, shape, out, return_lse, interpret)
+        if return_lse and lse is not None:
+            others = plan.requests[row_requests(batch, num_tokens)[0], field.Q_LEN] < 0
+            lse = jnp.where(others, lse, short_lse.T * LN2)
+        elif return_lse:
+            lse = short_lse.T * LN2
     result = jax.freeze(out)
     if prefilled is not None:
-        decoded = jnp.zeros((), jnp.bool_) if longest == 0 else plan.requests[row_requests(batch, num_tokens)[0], field.Q_LEN] >= 0
+        decoded = (
+            jnp.zeros((), jnp.bool_)
+            if longest == 0
+            else plan.requests[row_requests(batch, num_tokens)[0], field.Q_LEN] >= 0
+        )
         result = jnp.where(decoded.reshape(-1, 1, 1), result, prefilled.astype(out_dtype))
     return result, lse
+
+
+def _plan_decode(
+    cache: KVCache, batch: PagedBatch, options: AttentionOptions, shape: DecodeShape, **how: Any
+) -> DecodePlan:
+    return plan_decode(
+        cache,
+        batch,
+        options,
+        num_tokens=shape.num_tokens,
+        max_query_len=shape.max_query_len,
+        tile=shape.tile,
+        num_shares=shape.num_shares,
+        min_tiles=4,
+        **how,
+    )
+
+
+def _decode(
+    query: Any,
+    cache: KVCache,
+    batch: PagedBatch,
+    plan: DecodePlan,
+    options: AttentionOptions,
+    shape: DecodeShape,
+    out: Any,
+    return_lse: bool,
+    interpret: Interpreter | None,
+) -> Any:
+    """Write what decode is to do to `out`; return the lses [num_tokens, num_heads] in units of log 2 if asked for."""
+    part_out, part_lse, whole_lse = decode(query, cache, batch, plan, options, shape, out, interpret)
+    merged_lse = combine(plan, part_out, part_lse, options.sinks, shape, out, interpret, return_lse=return_lse)
+    return decoded_lse(plan, whole_lse, merged_lse, shape, batch) if return_lse else None
+
+
+def _cascade(
+    query: Any,
+    cache: KVCache,
+    batch: PagedBatch,
+    options: AttentionOptions,
+    max_query_len: int,
+    out_dtype: Any,
+    interpret: Interpreter | None,
+) -> tuple[Any, Any]:
+    """Attention to the prefix that all requests share, to the rest of each, and the merge of both; see `cascade.py`."""
+    # Rounded before the merge, too, results would be wrong in their last bit more often: decode leaves float32.
+    shape = decode_config(query, cache, batch, out_dtype, False, max_query_len)
+    shape = dataclasses.replace(shape, by_request=True)
+    tiles = prefix_shape(query, cache, options)
+    prefix = shared_prefix(cache, batch, math.lcm(shape.tile, tiles.tiling.step))
+    by_request = (batch.num_reqs, cache.num_kv_heads, shape.padded_v_size, shape.columns)
+    out = jax.new_ref(lax.empty(by_request, jnp.float32))
+    part_lse, part_out = attend_to_prefix(query, cache, prefix, options, tiles, interpret)
+    plan = _plan_decode(cache, batch, options, shape, others_elsewhere=False, batch_invariant=False, skip=prefix.tokens)
+    without_sinks = dataclasses.replace(options, sinks=None)
+    lse = _decode(query, cache, batch, plan, without_sinks, shape, out, True, interpret)
+    rest = rows_of_requests(jax.freeze(out)[:, :, : cache.v_head_size], shape, batch).swapaxes(2, 3)
+    rest = rest.reshape(*query.shape[:2], cache.v_head_size)
+    attends = attending_rows(plan, shape, batch)
+    result, lse = merged_with_prefix(part_lse, part_out, tiles, lse, rest, attends, options.sinks)
+    return result.astype(out_dtype), lse
 
 
 def _decoded(query: Any, cache: KVCache, batch: PagedBatch, batch_invariant: bool) -> int:
@@ -109,31 +205,3 @@ def _decoded(query: Any, cache: KVCache, batch: PagedBatch, batch_invariant: boo
         return hint
     # Which kernel takes a request may depend on nothing else in the batch if its bits may not.
     return 1 if batch_invariant or batch.num_reqs >= FEWEST_DECODED or hint == 1 else 0
-
-
-def _decode_lse(plan: DecodePlan, part_lse: Any, whole_lse: Any, shape: DecodeShape, batch: PagedBatch, others: Any) -> Any:
-    """The lse [num_heads, num_tokens] from what decode left, and from `others` for rows that it didn't take."""
-    request, index = row_requests(batch, shape.num_tokens)
-    fields = plan.requests[request]
-    rows = jnp.clip(index, 0, shape.max_query_len - 1)[:, None] * shape.group + jnp.arange(shape.group)
-    first, last = fields[:, field.FIRST_SHARE], fields[:, field.LAST_SHARE]
-
-    def of_rows(by_column: Any) -> Any:
-        """[num_tokens, num_kv_heads, columns] to [num_tokens, num_kv_heads, group]."""
-        return jnp.take_along_axis(by_column, rows[:, None, :], axis=2)
-
-    share = jnp.arange(shape.num_shares)
-    parts = part_lse.reshape(shape.num_shares, 2, shape.dims.num_kv_heads, shape.columns)
-    starts, goes_on = parts[:, 0], parts[:, 1]
-    inside = (share > first[:, None]) & (share <= last[:, None])
-    later = jnp.where(inside[:, :, None, None], goes_on, -jnp.inf)
-    peak = jnp.maximum(later.max(1), starts[first])
-    shift = jnp.where(peak == -jnp.inf, 0.0, peak)
-    total = jnp.exp2(later - shift[:, None]).sum(1) + jnp.exp2(starts[first] - shift)
-    merged = jnp.where(total > 0, shift + jnp.log2(total), -jnp.inf)
-    whole = whole_lse[jnp.minimum(request, batch.num_reqs - 1)]
-    lse = jnp.where((first == last)[:, None, None], whole, merged)
-    attends = (fields[:, field.TILES] > 0) & (request < batch.num_reqs)
-    lse = jnp.where(attends[:, None, None], of_rows(lse), -jnp.inf)
-    lse = lse.reshape(shape.num_tokens, -1).T * LN2
-    return lse if others is None else jnp.where(fields[:, field.Q_LEN] < 0, others, lse)

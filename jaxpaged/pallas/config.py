@@ -1,11 +1,11 @@
 """How large tiles are and how many CTAs share the work, by GPU and shape."""
 
-import dataclasses
 from typing import Any
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.decode import DecodeShape
+from jaxpaged.pallas.dequantize import product_dtype
 from jaxpaged.pallas.prefill import PrefillShape
 from jaxpaged.pallas.prefill_plan import PrefillTiling
 from jaxpaged.pallas.scores import changes_scores
@@ -26,13 +26,16 @@ def decode_config(
     tile = 64
     padded = sum(-(-size // 64) * 64 for size in (cache.head_size, cache.v_head_size))
     per_tile = tile * padded * cache.dtype.itemsize
-    ctas_per_sm = 2 if _SMEM_OF_TWO // per_tile >= 3 else 1
-    stages = max(2, min(8, (_SMEM_OF_TWO if ctas_per_sm == 2 else _SMEM_OF_ONE) // per_tile))
+    widened = tile * cache.v_head_size * 2 if cache.quantized else 0
+    ctas_per_sm = 2 if (_SMEM_OF_TWO - widened) // per_tile >= 3 else 1
+    stages = max(2, min(6, ((_SMEM_OF_TWO if ctas_per_sm == 2 else _SMEM_OF_ONE) - widened) // per_tile))
     num_shares = max(1, ctas_per_sm * SM_COUNT // cache.num_kv_heads)
     return DecodeShape(
         layout=cache.layout,
         dims=cache.dims,
-        dtype=query.dtype,
+        dtype=product_dtype(query.dtype, cache),
+        cache_dtype=cache.dtype,
+        buffer_dtype=cache.key.dtype,
         out_dtype=out_dtype,
         num_tokens=query.shape[0],
         group=query.shape[1] // cache.num_kv_heads,
@@ -44,18 +47,27 @@ def decode_config(
 
 
 def prefill_config(
-    query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOptions, out_dtype: Any, return_lse: bool,
+    query: Any,
+    cache: KVCache,
+    batch: PagedBatch,
+    options: AttentionOptions,
+    out_dtype: Any,
+    return_lse: bool,
     batch_invariant: bool,
 ) -> PrefillShape:
     """The tiles of prefill."""
     num_tokens, num_heads, _ = query.shape
     group = num_heads // cache.num_kv_heads
     # A tile of one head holds 128 tokens: with fewer a request, tiles of all heads of a group waste less.
-    packed = group > 1 and num_tokens < 96 * batch.num_reqs
+    packed = 1 < group <= 16 and num_tokens < 96 * batch.num_reqs  # 8 tokens at least, and 128 rows
     tokens = 128
     while packed and tokens * group > 128 and tokens > 8:
         tokens //= 2
-    most_parts = 1 if batch_invariant else _most_parts(num_tokens // tokens + batch.num_reqs, num_heads // (group if packed else 1))
+    most_parts = (
+        1
+        if batch_invariant
+        else _most_parts(num_tokens // tokens + batch.num_reqs, num_heads // (group if packed else 1))
+    )
     k_size, v_size = (-(-size // 64) * 64 for size in (cache.head_size, cache.v_head_size))
     step = 128 if max(k_size, v_size) <= 128 else 64
     q_stages, o_slots, stages = _prefill_memory(step, k_size, v_size, query.dtype.itemsize, out_dtype.itemsize)

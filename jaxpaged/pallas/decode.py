@@ -20,11 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.metadata.batch import PagedBatch
-from jaxpaged.metadata.kv_cache import KVCache
+from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES, KVCache
 from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import decode_plan as field
+from jaxpaged.pallas.decode_plan import DecodePlan
+from jaxpaged.pallas.dequantize import dequantization
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
-from jaxpaged.pallas.mosaic import Interpreter, kernel, store
+from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, store
 from jaxpaged.pallas.paged_tiles import (
     CHUNK,
     PagedTiles,
@@ -34,7 +36,6 @@ from jaxpaged.pallas.paged_tiles import (
     swizzled,
     two_views,
 )
-from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.ranges import attended_range
 from jaxpaged.pallas.scores import LOG2E, TilePlace, kept, log2_scores
 from jaxpaged.reference.attention import AttentionOptions
@@ -48,14 +49,20 @@ class DecodeShape:
     """What a decode kernel is compiled for.
 
     Attributes:
+      dtype: of the products.
+      cache_dtype, buffer_dtype: of the numbers in the cache, and of the buffers that hold them.
       group: query heads a kv head.
       max_query_len: new tokens a request.
       tile, stages: positions a tile, and tiles in the ring.
+      by_request: whether the output is [num_reqs, num_kv_heads, padded v_head_size, columns] float32, without sinks, for
+        a merge with another state.
     """
 
     layout: KVLayout
     dims: CacheDims
     dtype: Any
+    cache_dtype: Any
+    buffer_dtype: Any
     out_dtype: Any
     num_tokens: int
     group: int
@@ -63,6 +70,7 @@ class DecodeShape:
     num_shares: int
     tile: int
     stages: int
+    by_request: bool = False
 
     @property
     def rows(self) -> int:
@@ -75,7 +83,11 @@ class DecodeShape:
         return -(-self.rows // 8) * 8
 
     def tiles(self, which: Any) -> PagedTiles:
-        return PagedTiles(which, self.layout, self.dims, self.dtype, self.tile, self.stages)
+        return PagedTiles(which, self.layout, self.dims, self.buffer_dtype, self.tile, self.stages)
+
+    @property
+    def quantized(self) -> bool:
+        return self.cache_dtype in QUANTIZED_DTYPES
 
     @property
     def padded_v_size(self) -> int:
@@ -91,6 +103,10 @@ class Operands(NamedTuple):
     query: Any
     key: Any
     value: Any
+    factors: Any
+    v_factors: Any
+    k_scales: Any
+    v_scales: Any
     slopes: Any
     sinks: Any
     out: Any
@@ -105,6 +121,9 @@ class Memory(NamedTuple):
     q: Any
     k: Any
     v: Any
+    k_scales: Any
+    v_scales: Any
+    values: Any
     p: Any
     o: Any
     lse: Any
@@ -152,7 +171,7 @@ def decode(
 
     Args:
       query: [num_tokens, num_heads, head_size].
-      out: a reference to the output [num_tokens, num_heads, v_head_size].
+      out: a reference to the output [num_tokens, num_heads, v_head_size], unless that is by request.
 
     Returns:
       Parts' outputs [2 * num_shares, num_kv_heads, padded v_head_size, columns] float32 and lses [2 * num_shares,
@@ -165,6 +184,9 @@ def decode(
         jax.ShapeDtypeStruct((parts, heads, shape.columns), jnp.float32),
         jax.ShapeDtypeStruct((batch.num_reqs, heads, shape.columns), jnp.float32),
     )
+    factors: Any = (None,) * 4
+    if shape.quantized:
+        query, factors = dequantization(query, cache, batch.query_start_loc[:-1], shape)
     operands = Operands(
         plan.requests,
         plan.shares,
@@ -172,6 +194,7 @@ def decode(
         query,
         cache.key,
         cache.value,
+        *factors,
         per_column(options.alibi_slopes, shape),
         per_column(options.sinks, shape),
         out,
@@ -211,7 +234,7 @@ def _allocate(
     keys, values = shape.tiles("key"), shape.tiles("value")
 
     def run(**refs: Any) -> None:
-        memory = Memory(**refs)
+        memory = Memory(**{**dict.fromkeys(Memory._fields), **refs})
         memory = memory._replace(
             q=split_views(memory.q, interpret),
             k=keys.views(memory.k, interpret),
@@ -222,9 +245,17 @@ def _allocate(
         pl.when(wg == 1)(lambda: _load(shape, operands, memory, interpret))
 
     ring = functools.partial(plgpu.Barrier, num_barriers=shape.stages)
+    optional = {}
+    if shape.quantized:
+        size = (shape.tile, shape.dims.v_head_size)
+        optional["values"] = plgpu.SMEM(size, shape.dtype, transforms=swizzled(shape.dtype))
+    row_scales = operands.k_scales is not None
+    if row_scales:
+        size = (shape.stages, shape.tile, shape.dims.num_kv_heads)
+        optional |= {"k_scales": plgpu.SMEM(size, jnp.float32), "v_scales": plgpu.SMEM(size, jnp.float32)}
     pl.run_scoped(
         run,
-        q=two_views((2, keys.chunks, shape.columns, CHUNK), shape.dtype, interpret),
+        q=two_views((2 * keys.chunks, shape.columns, CHUNK), shape.dtype, interpret),
         k=keys.smem(interpret),
         v=values.smem(interpret),
         p=plgpu.SMEM((shape.columns, shape.tile), shape.dtype, transforms=swizzled(shape.dtype)),
@@ -235,16 +266,21 @@ def _allocate(
         lse=plgpu.SMEM((shape.columns,), jnp.float32),
         q_full=plgpu.Barrier(num_arrivals=shape.max_query_len * keys.chunks, num_barriers=2),
         q_empty=plgpu.Barrier(num_barriers=2),
-        k_full=keys.barrier(),
+        k_full=keys.barrier(with_scales=row_scales),
         k_empty=ring(),
-        v_full=values.barrier(),
+        v_full=values.barrier(with_scales=row_scales),
         v_empty=ring(),
+        **optional,
         collective_axes="wg",
     )
 
 
-def _for_each_piece(operands: Operands, body: Any) -> None:
-    """Call `body(piece, number of pieces before, number of tiles before)` for each piece of this CTA's share."""
+def _for_each_piece(operands: Operands, body: Any) -> tuple[Any, Any]:
+    """Call `body(piece, number of pieces before, number of tiles before)` for each piece of this CTA's share.
+
+    Returns:
+      The numbers of pieces and of tiles.
+    """
     share = lax.axis_index("share")
     first, last, lower, upper = (operands.shares[share, i] for i in range(4))
 
@@ -265,7 +301,7 @@ def _for_each_piece(operands: Operands, body: Any) -> None:
         pl.when(count > 0)(lambda: body(piece, pieces, tiles))
         return pieces + jnp.where(count > 0, 1, 0), tiles + count
 
-    lax.fori_loop(first, last + 1, visit, (jnp.int32(0), jnp.int32(0)))
+    return lax.fori_loop(first, last + 1, visit, (jnp.int32(0), jnp.int32(0)))
 
 
 # The warpgroup that loads.
@@ -274,9 +310,12 @@ def _for_each_piece(operands: Operands, body: Any) -> None:
 def _load(shape: DecodeShape, operands: Operands, memory: Memory, interpret: Interpreter | None) -> None:
     head = lax.axis_index("head")
     streams = (
-        (shape.tiles("key"), operands.key, memory.k, memory.k_full, memory.k_empty),
-        (shape.tiles("value"), _value_buffer(operands), memory.v, memory.v_full, memory.v_empty),
-    )
+        (shape.tiles("key"), operands.key, memory.k, memory.k_full, memory.k_empty, operands.k_scales, memory.k_scales),
+        (
+            shape.tiles("value"), _value_buffer(operands), memory.v, memory.v_full, memory.v_empty, operands.v_scales,
+            memory.v_scales,
+        ),
+    )  # fmt: skip
     keys = streams[0][0]
 
     def load_piece(piece: Piece, pieces: Any, tiles: Any) -> None:
@@ -289,14 +328,20 @@ def _load(shape: DecodeShape, operands: Operands, memory: Memory, interpret: Int
         def load_tile(i: Any, current: tuple[Any, ...]) -> tuple[Any, ...]:
             following = blocks(i + 1)
             slot = lax.rem(tiles + i, jnp.int32(shape.stages))
-            for stream, buffer, smem, full, empty in streams:
+            for stream, buffer, smem, full, empty, scales, scales_s in streams:
                 pl.when(tiles + i >= shape.stages)(lambda empty=empty: plgpu.barrier_wait(empty.at[slot]))
                 stream.copy(buffer, smem, slot, current, piece.first_tile + i, head, full)
+                if scales is not None:
+                    stream.copy_scales(scales, scales_s, slot, current, piece.first_tile + i, full)
             return following
 
         lax.fori_loop(0, piece.count, load_tile, blocks(jnp.int32(0)))
 
-    _for_each_piece(operands, load_piece)
+    pieces, tiles = _for_each_piece(operands, load_piece)
+    if interpret is not None:
+        drain(memory.q_empty, pieces, 2)
+        drain(memory.k_empty, tiles, shape.stages)
+        drain(memory.v_empty, tiles, shape.stages)
 
 
 def _value_buffer(operands: Operands) -> Any:
@@ -304,15 +349,15 @@ def _value_buffer(operands: Operands) -> Any:
 
 
 def _load_query(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, pieces: Any) -> None:
-    slot = lax.rem(pieces, jnp.int32(2))
+    slot, chunks = lax.rem(pieces, jnp.int32(2)), shape.tiles("key").chunks
     heads = pl.ds(lax.axis_index("head") * shape.group, shape.group)
     pl.when(pieces >= 2)(lambda: plgpu.barrier_wait(memory.q_empty.at[slot]))
     for token in range(shape.max_query_len):
         # Rows past the request's are another's, or this last one again: their results are not stored.
         row = jnp.minimum(piece.q_start + token, shape.num_tokens - 1)
-        for c in range(shape.tiles("key").chunks):
+        for c in range(chunks):
             source = operands.query.at[row, heads, chunk_slice(c, shape.dims.head_size)]
-            target = memory.q.tma.at[slot, c, pl.ds(token * shape.group, shape.group), :]
+            target = memory.q.tma.at[slot * chunks + c, pl.ds(token * shape.group, shape.group), :]
             plgpu.copy_gmem_to_smem(source, target, memory.q_full.at[slot])
 
 
@@ -346,18 +391,18 @@ def _empty_state(shape: DecodeShape) -> Softmax:
 
 
 def _loops(shape: DecodeShape, options: AttentionOptions, piece: Piece) -> list[tuple[Any, Any, dict[str, bool]]]:
-    """Ranges of a piece's tiles and how to treat each: masked or not."""
+    """Ranges of a piece's tiles and how to treat each: masked or not, and with an eye to blocks out of range."""
     first_pos, last_pos = piece.kv_len - piece.q_len, piece.kv_len - 1
     left, right = options.window
     upper = jnp.minimum(piece.kv_len, first_pos + 1) if options.causal else piece.kv_len
     if right is not None:
         upper = jnp.minimum(upper, first_pos + right + 1)
-    most_full = jnp.where(piece.damaged != 0, 0, piece.count)
-    full_end = jnp.clip(lax.div(upper, jnp.int32(shape.tile)) - piece.first_tile, 0, most_full)
+    sound = jnp.where(piece.damaged != 0, 0, piece.count)
+    full_end = jnp.clip(lax.div(upper, jnp.int32(shape.tile)) - piece.first_tile, 0, sound)
     full_first = jnp.int32(0)
     if left is not None:
         first_full = lax.div(jnp.maximum(last_pos - left, 0) + (shape.tile - 1), jnp.int32(shape.tile))
-        full_first = jnp.clip(first_full - piece.first_tile, 0, most_full)
+        full_first = jnp.clip(first_full - piece.first_tile, 0, sound)
         full_end = jnp.maximum(full_end, full_first)
     if options.mask_mod is not None:
         full_first = full_end = jnp.int32(0)
@@ -366,7 +411,9 @@ def _loops(shape: DecodeShape, options: AttentionOptions, piece: Piece) -> list[
         loops.append((0, full_first, {"masked": True}))
     if options.mask_mod is None:
         loops.append((full_first, full_end, {}))
-    loops.append((full_end, piece.count, {"masked": True}))
+    loops.append((full_end, sound, {"masked": True}))
+    # A loop of its own: what it does takes registers, of which a thread may have 128 where two CTAs are to share an SM.
+    loops.append((sound, piece.count, {"masked": True, "checked": True}))
     return loops
 
 
@@ -383,22 +430,30 @@ def _step(
     state: Softmax,
     *,
     masked: bool = False,
+    checked: bool = False,
 ) -> Softmax:
     """One tile: scores, online softmax, and its values onto the output."""
     keys, values = shape.tiles("key"), shape.tiles("value")
     slot = lax.rem(tiles + i, jnp.int32(shape.stages))
     tile = piece.first_tile + i
     plgpu.barrier_wait(memory.k_full.at[slot])
-    chunks = [(keys.chunk(memory.k, slot, c), transposed(memory.q.tensor_core.at[q_slot, c])) for c in range(keys.chunks)]
-    s = dot(chunks, (shape.tile, shape.columns), interpret)
+    queries = [transposed(memory.q.tensor_core.at[q_slot * keys.chunks + c]) for c in range(keys.chunks)]
+    if shape.quantized:
+        s = _quantized_products(shape, memory, slot, queries, interpret)
+        s = _dequantized_scores(shape, operands, memory, piece, slot, s)
+    else:
+        chunks = [(keys.chunk(memory.k, slot, c), q) for c, q in enumerate(queries)]
+        s = dot(chunks, (shape.tile, shape.columns), interpret)
     plgpu.barrier_arrive(memory.k_empty.at[slot])
 
     place = _place(shape, options, operands, piece, tile)
     s, factor = log2_scores(s, options, place)
-    readable = functools.partial(_readable_rows, shape, operands, piece, tile)
+    readable = functools.partial(_readable_rows, shape, operands, piece, tile) if checked else None
     if masked:
-        s = jnp.where(kept(options, place, piece.kv_len), s, -jnp.inf)
-        s = lax.cond(piece.damaged != 0, lambda s: jnp.where(readable(s.shape), s, -jnp.inf), lambda s: s, s)
+        keep = kept(options, place, piece.kv_len)
+        if readable is not None:
+            keep &= readable(s.shape)
+        s = jnp.where(keep, s, -jnp.inf)
     peak = jnp.maximum(state.peak, s.max(axis=0) * factor)
     # A row may have nothing to attend to so far: then any finite shift gives exp2(-inf) = 0 where -inf would give NaN.
     shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked or options.score_mod is not None else peak
@@ -406,16 +461,79 @@ def _step(
     decay = jnp.exp2(state.peak - shift)
     total = state.total * decay + p.sum(axis=0)
     acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [1]) for a in state.acc)
-    transposed(memory.p)[...] = p.astype(shape.dtype)
-
     plgpu.barrier_wait(memory.v_full.at[slot])
-    if masked:
+    if memory.v_scales is not None:
+        p *= lax.broadcast_in_dim(_row_scales(memory.v_scales, slot), p.shape, [0])
+        p = jnp.where(s == -jnp.inf, 0.0, p)  # a scale that nothing wrote may be NaN
+    transposed(memory.p)[...] = p.astype(shape.dtype)
+    if shape.quantized:
+        _dequantize_values(shape, options, memory, piece, tile, slot, masked, readable)
+    elif masked:
         _clear_unused_values(shape, options, memory, piece, tile, slot, readable)
     plgpu.commit_smem()
-    parts = [transposed(v) for v in values.parts(memory.v, slot)]
+    sources = [memory.values] if shape.quantized else values.parts(memory.v, slot)
+    parts = [transposed(v) for v in sources]
     acc = dot_onto(acc, parts, [transposed(memory.p)] * len(parts), interpret)
     plgpu.barrier_arrive(memory.v_empty.at[slot])
     return Softmax(peak, total, acc)
+
+
+def _quantized_products(
+    shape: DecodeShape, memory: Memory, slot: Any, queries: Sequence[Any], interpret: Interpreter | None
+) -> Any:
+    """Products with 8-bit keys, a chunk at a time: widened keys take registers."""
+    s = dot([(_widened(shape, memory.k, slot, 0), queries[0])], (shape.tile, shape.columns), interpret)
+    for c, q in enumerate(queries[1:], start=1):
+        (s,) = dot_onto([s], _widened(shape, memory.k, slot, c), [q], interpret)
+    return s
+
+
+def _widened(shape: DecodeShape, smem: Any, slot: Any, c: int) -> Any:
+    """A chunk of 8-bit numbers in registers, in the type of the products, which holds each of them exactly."""
+    # Four numbers side by side in a thread: whole words from shared memory, and conversions of several at once.
+    x = plgpu.load(smem.at[slot, :, pl.ds(c * CHUNK, CHUNK)], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    if x.dtype != shape.cache_dtype:
+        x = lax.bitcast_convert_type(x, shape.cache_dtype)
+    return plgpu.layout_cast(x.astype(shape.dtype), plgpu.Layout.WGMMA)
+
+
+def _dequantized_scores(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, slot: Any, s: Any) -> Any:
+    request = piece.request if operands.factors.shape[0] > 1 else 0
+    factors = plgpu.load(operands.factors.at[request, lax.axis_index("head")], layout=BY_ROW, optimized=False)
+    s = s * lax.broadcast_in_dim(factors, s.shape, [1])
+    if memory.k_scales is not None:
+        s = s * lax.broadcast_in_dim(_row_scales(memory.k_scales, slot), s.shape, [0])
+    return s
+
+
+def _row_scales(scales: Any, slot: Any) -> Any:
+    """The scale of each position of a tile for this CTA's kv head, [tile]."""
+    by_head = plgpu.load(scales.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
+    mine = _iota(by_head.shape, 1) == jnp.full(by_head.shape, lax.axis_index("head"))
+    return jnp.where(mine, by_head, 0.0).sum(axis=1)
+
+
+def _dequantize_values(
+    shape: DecodeShape,
+    options: AttentionOptions,
+    memory: Memory,
+    piece: Piece,
+    tile: Any,
+    slot: Any,
+    masked: bool,
+    readable: Any,
+) -> None:
+    """Put a tile's values into `memory.values` in the type of the products, with 0 where no row attends."""
+    for c in range(shape.tiles("value").chunks):
+        v = _widened(shape, memory.v, slot, c)
+        if masked:
+            low, high = attended_range(options, piece.kv_len - piece.q_len, piece.kv_len - 1, piece.kv_len)
+            position = _iota(v.shape, 0) + tile * shape.tile
+            used = (position >= low) & (position < high)
+            if readable is not None:
+                used &= readable(v.shape)
+            v = jnp.where(used, v, jnp.zeros_like(v))
+        memory.values.at[:, pl.ds(c * CHUNK, CHUNK)][...] = v
 
 
 def _iota(shape: tuple[int, int], axis: int) -> Any:
@@ -453,15 +571,13 @@ def _clear_unused_values(
 ) -> None:
     """Values of positions that no row attends to may be anything, NaN too, and 0 * NaN is NaN: make them 0."""
     low, high = attended_range(options, piece.kv_len - piece.q_len, piece.kv_len - 1, piece.kv_len)
-
-    def clear(part: Any, used: Any) -> None:
-        v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-        part[...] = jnp.where(used, v, jnp.zeros_like(v))
-
     for part in shape.tiles("value").parts(memory.v, slot):
         position = _iota(part.shape, 0) + tile * shape.tile
-        clear(part, (position >= low) & (position < high))
-        pl.when(piece.damaged != 0)(lambda part=part: clear(part, readable(part.shape)))
+        used = (position >= low) & (position < high)
+        if readable is not None:
+            used &= readable(part.shape)
+        v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+        part[...] = jnp.where(used, v, jnp.zeros_like(v))
 
 
 def _store(
@@ -477,9 +593,26 @@ def _store(
     attended = state.total > 0
     lse = jnp.where(attended, state.peak + jnp.log2(state.total), -jnp.inf)
     weight = jnp.where(attended, 1.0 / state.total, 0.0)
+    if operands.v_factors is not None:
+        weight = weight * operands.v_factors[head]
     sizes = shape.tiles("value").part_sizes
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous piece has left shared memory
     store(memory.lse, lse, interpret)
+
+    def to_workspace(out: Any, lse: Any) -> None:
+        for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True)):
+            o = a * lax.broadcast_in_dim(weight, a.shape, [1])
+            store(memory.o[1].at[pl.ds(c * CHUNK, size), :], o, interpret)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(memory.lse, lse)
+        plgpu.copy_smem_to_gmem(memory.o[1], out)
+
+    part = 2 * share + jnp.where(piece.starts_request, 0, 1)
+    pl.when(~piece.whole)(lambda: to_workspace(operands.part_out.at[part, head], operands.part_lse.at[part, head]))
+    whole_out, whole_lse = operands.out, operands.whole_lse.at[piece.request, head]
+    if shape.by_request:
+        pl.when(piece.whole)(lambda: to_workspace(whole_out.at[piece.request, head], whole_lse))
+        return
 
     @pl.when(piece.whole)
     def _to_output() -> None:
@@ -491,7 +624,7 @@ def _store(
             o = a * lax.broadcast_in_dim(factor, a.shape, [1])
             store(transposed(memory.o[0].at[:, pl.ds(c * CHUNK, size)]), o.astype(shape.out_dtype), interpret)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(memory.lse, operands.whole_lse.at[piece.request, head])
+        plgpu.copy_smem_to_gmem(memory.lse, whole_lse)
         heads = pl.ds(head * shape.group, shape.group)
         columns = padded_slice(0, shape.padded_v_size, shape.dims.v_head_size)
         for token in range(shape.max_query_len):
@@ -500,13 +633,3 @@ def _store(
             def _(token: int = token) -> None:
                 rows = memory.o[0].at[pl.ds(token * shape.group, shape.group), :]
                 plgpu.copy_smem_to_gmem(rows, operands.out.at[piece.q_start + token, heads, columns])
-
-    @pl.when(~piece.whole)
-    def _to_workspace() -> None:
-        for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True)):
-            o = a * lax.broadcast_in_dim(weight, a.shape, [1])
-            store(memory.o[1].at[pl.ds(c * CHUNK, size), :], o, interpret)
-        plgpu.commit_smem()
-        part = 2 * share + jnp.where(piece.starts_request, 0, 1)
-        plgpu.copy_smem_to_gmem(memory.lse, operands.part_lse.at[part, head])
-        plgpu.copy_smem_to_gmem(memory.o[1], operands.part_out.at[part, head])

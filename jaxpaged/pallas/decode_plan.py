@@ -44,6 +44,7 @@ def plan_decode(
     min_tiles: int,
     others_elsewhere: bool,
     batch_invariant: bool,
+    skip: Any = None,
 ) -> DecodePlan:
     """The plan for requests with up to `max_query_len` new tokens.
 
@@ -53,12 +54,15 @@ def plan_decode(
       min_tiles: so many tiles at least in a share: splitting further costs more than it gains.
       others_elsewhere: requests with more new tokens, and rows of no request, are another kernel's.
       batch_invariant: each request is a share, whatever else is in the batch.
+      skip: [] int32, first positions of each request that are not attended to, a multiple of `tile`.
     """
     starts = batch.query_start_loc
     q_len = starts[1:] - starts[:-1]
     kv_len = jnp.minimum(batch.seq_lens, batch.max_blocks_per_req * cache.block_size)
     short = (q_len > 0) & (q_len <= max_query_len)
     low, high = attended_range(options, kv_len - q_len, kv_len - 1, kv_len)
+    if skip is not None:
+        low = jnp.maximum(low, skip)
     first_tile = low // tile
     tiles = jnp.where(short & (high > low), -(-high // tile) - first_tile, 0)
     end = jnp.cumsum(tiles, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Products on the tensor cores with operands in shared memory or registers, and what stands for them when interpreting."""
+"""Products on the tensor cores with operands in shared memory or registers, and their stand-ins when interpreting."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

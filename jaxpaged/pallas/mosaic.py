@@ -5,6 +5,8 @@ import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 Interpreter = plgpu.InterpretGPUParams
@@ -16,8 +18,8 @@ def interpreted(**params: Any) -> Iterator[None]:
     """Within it, the kernels run in Pallas' interpreter, on any machine.
 
     Args:
-      params: of `plgpu.InterpretGPUParams`; by default races are looked for, memory that nothing wrote is NaN, and reads
-        out of bounds are errors.
+      params: of `plgpu.InterpretGPUParams`; by default races are looked for, memory that nothing wrote is NaN, and
+        reads out of bounds are errors.
     """
     defaults = {"detect_races": True, "out_of_bounds_reads": "raise", "uninitialized_memory": "nan"}
     token = _interpreter.set(Interpreter(**{**defaults, **params}))
@@ -38,8 +40,17 @@ def kernel(body: Callable[..., None], *, interpret: Interpreter | None, **option
 
 
 def store(ref: Any, value: Any, interpret: Interpreter | None) -> None:
-    """Store registers to memory of any form, be it slowly: jax 0.12 refuses `ref[...] = value` where that has bank conflicts."""
+    """Store registers to memory of any form, be it slowly: `ref[...] = value` is refused by jax 0.12 where it is slow."""
     if interpret is None and hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def drain(barriers: Any, total: Any, stages: int) -> None:
+    """Observe the last phases of a ring of barriers, of which `total` were completed: the interpreter insists on it."""
+
+    def wait(i: Any, _: None) -> None:
+        plgpu.barrier_wait(barriers.at[lax.rem(i, jnp.int32(stages))])
+
+    lax.fori_loop(jnp.maximum(total - stages, 0), total, wait, None)

@@ -23,9 +23,12 @@ def chunk_columns(dtype: Any) -> int:
     return 128 // jnp.dtype(dtype).itemsize
 
 
-def swizzled(dtype: Any) -> tuple[Any, ...]:
-    """How rows of a chunk lie in shared memory for wgmma, and for registers without bank conflicts."""
-    return (plgpu.TilingTransform((8, chunk_columns(dtype))), plgpu.SwizzleTransform(128))
+def swizzled(dtype: Any, columns: int | None = None) -> tuple[Any, ...]:
+    """How rows of so many columns lie in shared memory for wgmma, and for registers without bank conflicts."""
+    itemsize = jnp.dtype(dtype).itemsize
+    row_bytes = (columns or chunk_columns(dtype)) * itemsize
+    swizzle = next(width for width in (128, 64, 32) if row_bytes % width == 0)
+    return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
 
 
 def two_views(dims: tuple[int, ...], dtype: Any, interpret: Interpreter | None) -> Any:
@@ -68,7 +71,7 @@ def chunk_slice(c: int, head_size: int, columns: int = CHUNK) -> Any:
 class PagedTiles:
     """A ring of tiles of keys or of values of one kv head.
 
-    Heads whose size is no multiple of `CHUNK` are padded with zeros in shared memory, which TMA writes past a row's end.
+    Heads whose size is no multiple of `CHUNK` are padded with zeros in shared memory: TMA writes them past a row's end.
     """
 
     which: Which
@@ -102,22 +105,33 @@ class PagedTiles:
 
     def smem(self, interpret: Interpreter | None) -> Any:
         if self._whole:
-            return plgpu.SMEM((self.stages, self.tile, self.head_size), self.dtype, transforms=swizzled(self.dtype))
+            return plgpu.SMEM(
+                (self.stages, self.tile, self.head_size), self.dtype, transforms=swizzled(self.dtype, CHUNK)
+            )
         return two_views((self.stages * self.chunks, self.tile, CHUNK), self.dtype, interpret)
 
     def views(self, ref: Any, interpret: Interpreter | None) -> Any:
         """What the other methods take for the shared memory that `smem` allocated."""
         return ref if self._whole else split_views(ref, interpret)
 
-    def barrier(self) -> Any:
-        """Completes when a tile is there."""
-        return plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)
+    def barrier(self, with_scales: bool = False) -> Any:
+        """Completes when a tile is there, and its scales per token and head."""
+        scales = self.tile // self.rows if with_scales else 0
+        return plgpu.Barrier(num_arrivals=self.copies + scales, num_barriers=self.stages)
 
     def blocks(self, table: Any, request: Any, tile: Any, last_block: Any) -> tuple[Any, ...]:
-        """The physical blocks of a tile's copies; past a request's last block that one again, so none beyond is read."""
+        """The physical blocks of a tile's copies; past a request's last one that one again."""
         block_size = jnp.int32(self.dims.block_size)
         firsts = [tile * self.tile + j for j in range(0, self.tile, self.rows)]
         return tuple(table[request, jnp.minimum(lax.div(first, block_size), last_block)] for first in firsts)
+
+    def copy_scales(self, scales: Any, smem: Any, slot: Any, blocks: Any, tile: Any, barrier: Any) -> None:
+        """Start bringing the scales of a tile's rows, for all kv heads: those of one are too narrow for TMA."""
+        for j, block in enumerate(blocks):
+            block = jnp.clip(block, 0, self.dims.num_blocks - 1)
+            offset = lax.rem(tile * self.tile + j * self.rows, jnp.int32(self.dims.block_size))
+            source = scales.at[block, pl.ds(offset, self.rows), :]
+            plgpu.copy_gmem_to_smem(source, smem.at[slot, pl.ds(j * self.rows, self.rows), :], barrier.at[slot])
 
     def in_range(self, block: Any) -> Any:
         return (block >= 0) & (block < self.dims.num_blocks)
@@ -125,7 +139,9 @@ class PagedTiles:
     def copy(self, buffer: Any, smem: Any, slot: Any, blocks: Any, tile: Any, head: Any, barrier: Any) -> None:
         """Start filling a slot of the ring with the rows of a tile."""
         for j, block in enumerate(blocks):
-            block = jnp.clip(block, 0, self.dims.num_blocks - 1)  # of a block out of range nothing shows, whatever is read
+            block = jnp.clip(
+                block, 0, self.dims.num_blocks - 1
+            )  # of a block out of range nothing shows, whatever is read
             offset = lax.rem(tile * self.tile + j * self.rows, jnp.int32(self.dims.block_size))
             target, rows = pl.ds(j * self.rows, self.rows), pl.ds(offset, self.rows)
             index = functools.partial(rows_index, self.layout, self.dims, self.which, block, rows, head)
@@ -145,7 +161,9 @@ class PagedTiles:
         """Columns of each of the `parts`."""
         return (self.head_size,) if self._whole else (CHUNK,) * self.chunks
 
-    def parts(self, smem: Any, slot: Any, rows: int | None = None, first: int = 0, columns: Any = slice(None)) -> list[Any]:
+    def parts(
+        self, smem: Any, slot: Any, rows: int | None = None, first: int = 0, columns: Any = slice(None)
+    ) -> list[Any]:
         """Rows of a tile in as few pieces as can be, [rows, columns] each."""
         where = slice(None) if rows in (None, self.tile) else pl.ds(first, rows)
         if self._whole:

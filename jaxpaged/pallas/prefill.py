@@ -1,9 +1,9 @@
 """Attention of many new tokens a request to a paged cache, at the rate of the tensor cores.
 
 Persistent CTAs walk through the items of a plan: 128 rows of queries, the tokens of one query head or fewer tokens of
-all heads of a kv head. Two warpgroups compute 64 rows each and take turns on the tensor cores, one multiplying while the
-other does its softmax (FlashAttention-3, Shah et al., 2024); a third brings queries, keys and values by TMA, each from
-a warp of its own, and runs ahead into the next item.
+all heads of a kv head. Two warpgroups compute 64 rows each and take turns on the tensor cores, one multiplying while
+the other does its softmax (FlashAttention-3, Shah et al., 2024); a third brings queries, keys and values by TMA, each
+from a warp of its own, and runs ahead into the next item.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import prefill_plan as field
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
-from jaxpaged.pallas.mosaic import Interpreter, kernel, store
+from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, store
 from jaxpaged.pallas.paged_tiles import CHUNK, PagedTiles, chunk_columns, chunk_slice, split_views, two_views
 from jaxpaged.pallas.prefill_plan import MOST_REQUESTS, PrefillPlan, PrefillTiling
 from jaxpaged.pallas.ranges import attended_range
@@ -205,9 +205,7 @@ def prefill(
         grid_names=("cta",),
         num_threads=3,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
         kernel_name="paged_prefill",
     )(*(x for x in given if x is not None))
@@ -309,9 +307,9 @@ def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: In
             _load_tiles(shape, operands, (keys, values), item, steps)
 
         steps = _for_each_item(shape, operands, load_item)
-        _drain(memory.q_empty, operands.counts[lax.axis_index("cta")], shape.q_stages)
-        _drain(memory.k_empty, steps, shape.stages)
-        _drain(memory.v_empty, steps, shape.stages)
+        drain(memory.q_empty, operands.counts[lax.axis_index("cta")], shape.q_stages)
+        drain(memory.k_empty, steps, shape.stages)
+        drain(memory.v_empty, steps, shape.stages)
 
     if interpret is not None:  # it runs warps one after the other
         everything_in_turn()
@@ -324,9 +322,7 @@ def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: In
         pl.when(warp == 2)(queries)
 
 
-def _load_tiles(
-    shape: PrefillShape, operands: Operands, streams: Sequence[Stream], item: Item, steps: Any
-) -> None:
+def _load_tiles(shape: PrefillShape, operands: Operands, streams: Sequence[Stream], item: Item, steps: Any) -> None:
     """Bring an item's keys, values or both, when there is room in the ring."""
     head = item.head if shape.tiling.packed else lax.div(item.head, jnp.int32(shape.group))
     last_block = lax.div(jnp.maximum(item.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
@@ -361,15 +357,6 @@ def _load_queries(shape: PrefillShape, operands: Operands, memory: Memory, item:
                 source = operands.query.at[rows, q_head, chunk_slice(c, shape.dims.head_size)]
                 target = memory.q.tma.at[(slot * 2 + wg) * chunks + c, slots, :]
                 plgpu.copy_gmem_to_smem(source, target, memory.q_full.at[slot])
-
-
-def _drain(empty: Any, total: Any, stages: int) -> None:
-    """Observe the last phases of a ring: the interpreter insists on it."""
-
-    def wait(i: Any, _: None) -> None:
-        plgpu.barrier_wait(empty.at[lax.rem(i, jnp.int32(stages))])
-
-    lax.fori_loop(jnp.maximum(total - stages, 0), total, wait, None)
 
 
 # The warpgroups that compute.
@@ -504,9 +491,7 @@ def _step(
     if masked:
         # The first warpgroup clears unused values for both, before it lets the second go ahead.
         plgpu.barrier_wait(memory.v_full.at[slot])
-        pl.when(wg == 0)(
-            lambda: _clear_unused_values(shape, options, memory, item, first_pos, slot, readable)
-        )
+        pl.when(wg == 0)(lambda: _clear_unused_values(shape, options, memory, item, first_pos, slot, readable))
     plgpu.barrier_arrive(memory.turns)
     if not masked:
         plgpu.barrier_wait(memory.v_full.at[slot])
@@ -601,9 +586,7 @@ def _clear_unused_values(
                 position = _iota(part.shape, 0) + (first_pos + first)
                 clear(part, (position >= low) & (position < high))
                 if readable is not None:
-                    pl.when(item.damaged)(
-                        lambda part=part, first=first: clear(part, readable(part.shape, 0, first))
-                    )
+                    pl.when(item.damaged)(lambda part=part, first=first: clear(part, readable(part.shape, 0, first)))
         plgpu.commit_smem()
 
 

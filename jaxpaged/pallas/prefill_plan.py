@@ -50,7 +50,8 @@ class PrefillPlan(NamedTuple):
 
     work: Any
     """[num_ctas, most items, NUM_FIELDS] int32: first row in the query, number of rows, position of the first, request,
-    positions of the request, query head (kv head when packed), first step, number of steps, and the number of the part of a tile, `tile * most_parts + part`."""
+    positions of the request, query head (kv head when packed), first step, number of steps, and the number of the part
+    of a tile, `tile * most_parts + part`."""
     counts: Any
     """[num_ctas] int32: number of items."""
     tile_starts: Any

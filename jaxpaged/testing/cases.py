@@ -283,6 +283,7 @@ def named_cases() -> list[Case]:
     cases += [Case("chunked-prefill", (33, 128), (400, 129)), Case("extra-tokens", **MIXED, extra_tokens=7)]
     cases += [Case("mixed-many", (1, 40, 1, 3, 0, 1, 17, 1, 1), (33, 150, 1, 70, 0, 64, 17, 128, 300), extra_tokens=3)]
     cases += [Case("shared-prefix", **MIXED, shared=2), Case("many-decodes", (1,) * 33, tuple(range(0, 99, 3)))]
+    cases += [Case("shared-prefix-long", (1,) * 33, tuple(range(521, 620, 3)), shared=32, num_kv_heads=1)]
     cross: dict[str, Any] = {"query_lens": (9, 1, 4), "seq_lens": (3, 20, 0)}
     cases += [Case("cross-attention", **cross, options=(("causal", False),)), Case("more-new-than-all", **cross)]
     cases += [Case("table-too-narrow", **MIXED, short_table=True), Case("bad-blocks", **MIXED, bad_blocks=True)]
@@ -296,7 +297,7 @@ def named_cases() -> list[Case]:
     cases += [Case(f"v-head-size-{n}", **MIXED, layout=n, v_head_size=32) for n in ("NHD", "HND", "VLLM_V0")]
     cases += [
         Case(f"gqa-{ratio}", **MIXED, num_heads=ratio * kv, num_kv_heads=kv)
-        for ratio, kv in ((1, 3), (3, 2), (4, 1), (7, 2), (8, 2))
+        for ratio, kv in ((1, 3), (3, 2), (4, 1), (7, 2), (8, 2), (32, 1))
     ]
     cases += [Case(f"head-size-{n}", **MIXED, head_size=n) for n in (8, 40, 80, 96, 112, 128, 160, 256)]
     cases += [Case(f"block-size-{n}", **MIXED, block_size=n) for n in (1, 2, 3, 8, 32, 48, 64, 128, 300)]
@@ -316,6 +317,13 @@ def named_cases() -> list[Case]:
             Case(f"{cache_dtype}-block-300", **DECODE, cache_dtype=cache_dtype, scales="token_head", block_size=300)
         )
     cases += [Case(f"{n}-no-scale", **DECODE, cache_dtype=n) for n in FLOAT8]
+    cases += [
+        Case(
+            f"{n}-speculative", (4, 2, 3, 1), (64, 200, 3, 90), dtype="bfloat16", cache_dtype=n,
+            scales="head" if n in FLOAT8 else "token_head", num_heads=16, num_kv_heads=8, bad_blocks=True,
+        )
+        for n in QUANTIZED
+    ]  # fmt: skip
     return cases
 
 

@@ -85,7 +85,9 @@ def _jit_refuses(case: Case) -> str | None:
 def _in_half(case: Case) -> Case:
     """A case of float32 in bfloat16."""
     cache_dtype = None if case.cache_dtype == "float32" else case.cache_dtype
-    return dataclasses.replace(case, dtype="bfloat16" if case.dtype == "float32" else case.dtype, cache_dtype=cache_dtype)
+    return dataclasses.replace(
+        case, dtype="bfloat16" if case.dtype == "float32" else case.dtype, cache_dtype=cache_dtype
+    )
 
 
 def _kernels_refuse(case: Case) -> str | None:
@@ -205,5 +207,5 @@ DOORS = {
     "torch-varlen": Door(_run_torch_varlen, _torch_refuses),
     "torch-kvcache": Door(_run_torch_kvcache, _kvcache_refuses),
 }
-"""By name: `paged_attention` by the reference, called eagerly, and with everything traced under `jit` and float8 kept as
-uint8; by the GPU kernels, likewise; and the two functions for PyTorch's tensors."""
+"""By name: `paged_attention` by the reference, called eagerly, and with everything traced under `jit` and float8 kept
+as uint8; by the GPU kernels, likewise; and the two functions for PyTorch's tensors."""

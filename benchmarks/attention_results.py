@@ -1,0 +1,93 @@
+"""What a run of the attention benchmark found, and its JSON."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ceilings import Ceilings
+
+OURS = "jaxpaged"
+TOLERANCE = 1e-2
+"""Of the norm of an error over the norm of the result; rounding to bfloat16 alone gives 1.7e-3."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one implementation did with one case; `reason` says why there is no time, or what is wrong.
+
+    Attributes:
+      microseconds: what a layer costs: for peers one call, for ours a call without the plan, which layers share.
+      first_microseconds, plan_microseconds: of ours, one call, and the part of it that is the plan.
+      prepare_microseconds: of a peer's call, the time of kernels that prepare its schedule, which may overlap others.
+      span_microseconds, launches, spread, kernels: of one call, see `gpu_timing.Timing`.
+      variant: which of the implementation's variants was the fastest.
+      error: norm of the error over the norm of the result, of the rows sampled, against float64.
+      largest: the largest error of those rows.
+    """
+
+    microseconds: float | None = None
+    first_microseconds: float | None = None
+    plan_microseconds: float | None = None
+    prepare_microseconds: float | None = None
+    span_microseconds: float | None = None
+    launches: int | None = None
+    spread: float | None = None
+    kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    variant: str = ""
+    error: float | None = None
+    largest: float | None = None
+    reason: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.error is not None and self.error <= TOLERANCE
+
+    def noting(self, *notes: str) -> "Result":
+        """The same with more to say."""
+        return dataclasses.replace(self, reason="; ".join(note for note in (self.reason, *notes) if note))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """All implementations' results for one case."""
+
+    case: str
+    results: Mapping[str, Result]
+    seconds: float
+
+
+@dataclasses.dataclass
+class Report:
+    """What the measuring processes sent.
+
+    Attributes:
+      ceilings: None before they are measured, False when that failed.
+    """
+
+    machine: dict[str, str] = dataclasses.field(default_factory=dict)
+    ceilings: Ceilings | Literal[False] | None = None
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+def as_json(report: Report, command: Sequence[str]) -> dict[str, Any]:
+    """A report as JSON."""
+    ceilings = dataclasses.asdict(report.ceilings) if report.ceilings else None
+    rows = [dataclasses.asdict(row) for row in report.rows]
+    return {
+        "command": list(command),
+        "machine": report.machine,
+        "ceilings": ceilings,
+        "rows": rows,
+        "notes": report.notes,
+    }
+
+
+def from_json(data: Mapping[str, Any]) -> Report:
+    """The report that `as_json` took apart."""
+    rows = [
+        Row(row["case"], {name: Result(**result) for name, result in row["results"].items()}, row["seconds"])
+        for row in data["rows"]
+    ]
+    ceilings = Ceilings(**data["ceilings"]) if data["ceilings"] else None
+    return Report(dict(data["machine"]), ceilings, rows, list(data["notes"]))

@@ -1,0 +1,359 @@
+"""The kernels under NVIDIA's compute-sanitizer, beside planted faults that it must report.
+
+python benchmarks/sanitize.py all [--write] [--logs DIR]      everything, each run under its tool in a process of its own
+compute-sanitizer --tool memcheck python benchmarks/sanitize.py run      one of them by hand
+
+Memory comes from the driver call by call, from PyTorch where it is there: memcheck knows the bounds of such allocations,
+but not those of pieces of an allocator's pool.
+"""
+
+import dataclasses
+import datetime
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+# Before JAX and PyTorch are imported.
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from planted_faults import COLUMNS, ROWS, pass_on, write_row
+from rich.console import Console
+from rich.table import Table
+
+from jaxpaged import KVCache, PagedBatch, copy_blocks, gather_kv, merge_attention_states, paged_attention, write_kv
+from jaxpaged.testing.cases import Case, build, tolerance
+from jaxpaged.testing.verify import relative_error
+
+RESULTS = Path(__file__).parent / "results" / "sanitizer.md"
+DONE = "sanitize: all checks passed"
+FAR = 1_000_000
+"""Rows past the end that a planted write lands: memcheck must see it whatever allocator is in use."""
+app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+
+
+# The suite.
+
+
+_kept: list[Any] = []
+
+
+def place(x: np.ndarray | None) -> Any:
+    """A JAX array on the GPU, in memory of PyTorch's own where it is there."""
+    torch = _torch()
+    if x is None or torch is None:
+        return None if x is None else jnp.asarray(x)
+    x = np.ascontiguousarray(x)
+    words = {1: np.uint8, 2: np.int16, 4: np.int32}[x.dtype.itemsize]
+    tensor = torch.from_numpy(x.view(words).copy()).cuda().view(getattr(torch, x.dtype.name))
+    torch.cuda.synchronize()
+    _kept.append(tensor)
+    return jax.dlpack.from_dlpack(tensor)
+
+
+@functools.cache
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def attend(case: Case) -> None:
+    """A case of the suite: garbage in the table, NaN in unused memory, a result that is the oracle's."""
+    inputs = build(dataclasses.replace(case, dtype="bfloat16"))
+    cache = KVCache.from_arrays(place(inputs.key_buffer), place(inputs.value_buffer), layout=case.layout)
+    batch = PagedBatch.create(inputs.block_table, inputs.seq_lens, inputs.query_start_loc)
+    batch = dataclasses.replace(batch, block_table=place(inputs.block_table))
+    options = {**inputs.options, "return_lse": True, "implementation": "mosaic_gpu"}
+    out, lse = paged_attention(place(inputs.query), cache, batch, **options)
+    expected, _ = inputs.expected()
+    error = relative_error(np.asarray(out).astype(np.float64), expected)
+    assert error <= tolerance(inputs.case), f"{case.name}: error {error}"
+    assert np.asarray(lse).shape == (case.num_heads, inputs.query.shape[0])
+
+
+SLOTS = [5, -1, 23, 24, 0, -(2**31), 2**31 - 1, 47, 48, 11, 23, 2, 10**6, 10**9]
+PAIRS = [[0, 1], [1, 2], [-1, 3], [3, 6], [6, 4], [2**31 - 1, 0], [0, -(2**31)], [2, 5], [10**6, 1], [1, 10**6]]
+
+
+def random_cache(dtype: str, scales: Any, layout: str) -> KVCache:
+    rng = np.random.default_rng(0)
+    cache = KVCache.zeros(6, 8, 2, 32, dtype, layout=layout, scales=scales)
+
+    def drawn(x: Any) -> Any:
+        return place(rng.uniform(0.5, 2, x.shape).astype(x.dtype)) if x is not None and x.ndim else x
+
+    fields = ("key", "value", "k_scale", "v_scale")
+    return dataclasses.replace(cache, **{name: drawn(getattr(cache, name)) for name in fields})
+
+
+def same(got: Any, expected: Any, name: str) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), name
+
+
+def write(dtype: str, scales: Any = None, layout: str = "NHD") -> None:
+    rng = np.random.default_rng(1)
+    slots = np.array(SLOTS, np.int32)
+    rows = [rng.standard_normal((len(SLOTS), 2, 32)).astype(jnp.bfloat16) for _ in range(2)]
+    results = []
+    for implementation in ("reference", "mosaic_gpu"):
+        call = jax.jit(functools.partial(write_kv, implementation=implementation), donate_argnums=0)
+        results.append(call(random_cache(dtype, scales, layout), *map(place, rows), place(slots)))
+    same(*results, f"write {dtype} {layout}")
+
+
+def copy(layout: str) -> None:
+    pairs = np.array(PAIRS, np.int32)
+    results = []
+    for implementation in ("reference", "mosaic_gpu"):
+        call = jax.jit(functools.partial(copy_blocks, implementation=implementation), donate_argnums=0)
+        results.append(call(random_cache("bfloat16", None, layout), place(pairs)))
+    same(*results, f"copy {layout}")
+
+
+def gather() -> None:
+    table = np.array([[5, 2, 99], [-1, 0, 3], [1, 1, 2**31 - 1]], np.int32)
+    arguments = (random_cache("bfloat16", None, "NHD"), place(table), np.array([9, 7, 100], np.int32))
+    results = [gather_kv(*arguments, total_tokens=37, implementation=i) for i in ("reference", "mosaic_gpu")]
+    same(*results, "gather")
+
+
+def merge() -> None:
+    rng = np.random.default_rng(2)
+    outputs = place(rng.standard_normal((3, 33, 4, 64)).astype(jnp.bfloat16))
+    lses = place(rng.standard_normal((3, 4, 33)).astype(np.float32))
+    merged = [merge_attention_states(outputs, lses, implementation=i)[0] for i in ("reference", "mosaic_gpu")]
+    difference = relative_error(*(np.asarray(x).astype(np.float64) for x in reversed(merged)))
+    assert difference <= 1e-2, f"merge: {difference}"
+
+
+CASES = [
+    Case("decode", (1, 1, 1, 1), (50, 1, 0, 130)),
+    Case("decode in parts", (1, 1), (1200, 20)),
+    Case("speculative", (4, 4, 8), (64, 4, 200)),
+    Case("prefill", (37, 1, 16), (37, 1, 16)),
+    Case("prefill, one head a tile", (150, 300), (400, 300)),
+    Case("prefill in parts", (20,), (500,)),
+    Case("mixed", (1, 40, 1, 3, 0, 1, 17, 1, 1), (33, 150, 1, 70, 0, 64, 17, 128, 300), extra_tokens=3),
+    Case("bad blocks", (5, 1, 0, 40, 1, 3), (9, 33, 0, 150, 1, 70), bad_blocks=True),
+    Case("table too narrow", (5, 1, 0, 40, 1, 3), (9, 33, 0, 150, 1, 70), short_table=True),
+    Case("head size 40, group 3", (5, 1, 40), (9, 33, 150), num_heads=6, head_size=40),
+    Case("layout HN2D", (5, 1, 40), (9, 33, 150), layout="HN2D"),
+    Case("window, sinks, ALiBi", (5, 1, 40), (9, 33, 150), options=(("window", (30, 0)), ("sinks", True), ("alibi", True))),
+]  # fmt: skip
+SUITE: dict[str, Callable[[], None]] = {f"attention: {case.name}": functools.partial(attend, case) for case in CASES}
+SUITE |= {
+    "cache write: bfloat16": functools.partial(write, "bfloat16"),
+    "cache write: int8 by token and head": functools.partial(write, "int8", "token_head"),
+    "cache write: float8 by head, N2HD": functools.partial(write, "float8_e4m3fn", "head", "N2HD"),
+    "block copy: NHD": functools.partial(copy, "NHD"),
+    "block copy: 2HND": functools.partial(copy, "2HND"),
+    "gather": gather,
+    "merge": merge,
+}
+
+
+@app.command()
+def run(only: Annotated[str, typer.Option(help="A regular expression of names.")] = "") -> None:
+    """Run the suite in this process."""
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, memory from {'PyTorch' if _torch() else 'XLA'}")
+    for name, check in SUITE.items():
+        if re.search(only, name):
+            start = time.perf_counter()
+            check()
+            _kept.clear()
+            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+    print(DONE, flush=True)
+
+
+# Planted faults.
+
+
+@app.command()
+def plant(fault: Annotated[str, typer.Argument(help="far-write, near-write, good-write, race or awaited.")]) -> None:
+    """Run a kernel with a planted fault, or the same without it: "good-write" and "awaited"."""
+    if fault in ("race", "awaited"):
+        given = jnp.arange(COLUMNS, dtype=jnp.float32)
+        result = np.asarray(jax.jit(functools.partial(pass_on, awaited=fault == "awaited"))(given))
+        assert fault == "race" or np.array_equal(result, np.arange(COLUMNS))
+    elif fault in ("far-write", "near-write", "good-write"):
+        row = {"far-write": FAR, "near-write": ROWS, "good-write": ROWS - 1}[fault]
+        buffer = place(np.zeros((ROWS, COLUMNS), np.float32))
+        result = np.asarray(jax.jit(write_row, donate_argnums=0)(buffer, jnp.array([row], jnp.int32)))
+        assert fault != "good-write" or (result[-1] == 7).all()
+    else:
+        raise typer.BadParameter(f"expected far-write, near-write, good-write, race or awaited, got {fault}")
+    print(DONE, flush=True)
+
+
+# All of it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run under a tool.
+
+    Attributes:
+      reports: whether the tool must report something (True), nothing (False), or may do either (None).
+    """
+
+    tool: str
+    arguments: tuple[str, ...]
+    reports: bool | None
+    what: str
+
+
+RUNS = [
+    Run("memcheck", ("plant", "far-write"), True, f"planted: a write {FAR:,} rows past a buffer"),
+    Run("memcheck", ("plant", "near-write"), None, "planted: a write 1 row past a buffer"),
+    Run("memcheck", ("plant", "good-write"), False, "the same write, to the last row"),
+    Run("racecheck", ("plant", "race"), True, "planted: shared memory read without a wait"),
+    Run("racecheck", ("plant", "awaited"), False, "the same read, after a wait at a barrier"),
+    Run("memcheck", ("run",), False, "the suite"),
+    Run("racecheck", ("run",), False, "the suite"),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+      reported: errors or hazards; None where the tool gave no summary.
+      finished: whether the program got to its end.
+    """
+
+    run: Run
+    reported: int | None
+    finished: bool
+    seconds: float
+    log: Path
+
+    @property
+    def ok(self) -> bool:
+        if self.reported is None:
+            return False
+        if self.run.reports:
+            return self.reported > 0
+        return self.run.reports is None or (self.reported == 0 and self.finished)
+
+
+def reported(output: str) -> int | None:
+    """How much a tool reported, by the last of its summaries; None when there is none."""
+    found = re.findall(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", output)
+    return sum(int(errors or hazards) for errors, hazards in found) if found else None
+
+
+def find_sanitizer() -> str:
+    known = shutil.which("compute-sanitizer")
+    places = [p for root in ("/usr/local", "/opt/nvidia", "/opt") for p in Path(root).glob("cuda*/**/compute-sanitizer")]
+    for path in [known, *map(str, sorted(places))]:
+        if path and Path(path).is_file() and os.access(path, os.X_OK):
+            return path
+    raise SystemExit("compute-sanitizer: not found on the PATH or under /usr/local/cuda*; give --sanitizer")
+
+
+def execute(run: Run, sanitizer: str, logs: Path, timeout: float) -> Outcome:
+    """Run it in a process of its own, with its output in a file."""
+    log = logs / f"{run.tool}-{'-'.join(run.arguments)}.txt"
+    # Errors that CUDA calls return, and that a program may expect, are not what is looked for.
+    options = ["--report-api-errors", "no"] if run.tool == "memcheck" else []
+    command = [sanitizer, "--tool", run.tool, *options, sys.executable, __file__, *run.arguments]
+    start = time.perf_counter()
+    with log.open("w", encoding="utf-8") as file:
+        try:
+            subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=False)
+        except subprocess.TimeoutExpired:
+            file.write(f"\nstopped after {timeout:.0f} s\n")
+    output = log.read_text(encoding="utf-8", errors="replace")
+    return Outcome(run, reported(output), DONE in output, time.perf_counter() - start, log)
+
+
+def cells(outcome: Outcome) -> tuple[str, ...]:
+    wanted = {True: "a report", False: "none", None: "either"}[outcome.run.reports]
+    found = "no summary" if outcome.reported is None else str(outcome.reported)
+    ended = "" if outcome.finished or outcome.run.reports else ", did not finish"
+    verdict = "as wanted" if outcome.ok else "NOT as wanted"
+    return (outcome.run.what, outcome.run.tool, wanted, found + ended, f"{outcome.seconds:.0f}", verdict)
+
+
+HEADINGS = ("run", "tool", "wanted", "reported", "s", "verdict")
+
+
+@app.command(name="all")
+def everything(
+    write: Annotated[bool, typer.Option(help="Write the table to benchmarks/results/sanitizer.md.")] = False,
+    logs: Annotated[Path | None, typer.Option(help="Folder for the tools' output.")] = None,
+    sanitizer: Annotated[str | None, typer.Option(help="Path of compute-sanitizer.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for a run.")] = 170,
+    only: Annotated[str, typer.Option(help="A regular expression of tools, arguments and descriptions.")] = "",
+) -> None:
+    """Run the suite and the planted faults under both tools; exit 1 unless all is as it should be."""
+    path = sanitizer or find_sanitizer()
+    folder = logs or Path(tempfile.mkdtemp(prefix="sanitizer-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes = []
+    for one in RUNS:
+        if re.search(only, f"{one.tool} {' '.join(one.arguments)} {one.what}"):
+            outcomes.append(execute(one, path, folder, timeout))
+            print(*cells(outcomes[-1]), sep=" | ", flush=True)
+    table = Table(*HEADINGS, title=f"compute-sanitizer, logs in {folder}")
+    for outcome in outcomes:
+        table.add_row(*cells(outcome))
+    Console(width=160).print(table)
+    for outcome in outcomes:
+        if not outcome.ok:
+            text = outcome.log.read_text(encoding="utf-8", errors="replace")
+            print(f"--- {outcome.log.name}\n{text[:1500]}\n...\n{text[-2500:]}")
+    if write:
+        RESULTS.write_text(document(outcomes, path), encoding="utf-8")
+    raise typer.Exit(0 if outcomes and all(outcome.ok for outcome in outcomes) else 1)
+
+
+def document(outcomes: list[Outcome], sanitizer: str) -> str:
+    lines = [
+        "# The kernels under compute-sanitizer",
+        "",
+        f"- Date: {datetime.date.today().isoformat()}",
+        f"- Machine: {_first_line('nvidia-smi', '--query-gpu=name,driver_version', '--format=csv,noheader')}",
+        f"- Versions: jax {jax.__version__}, {_first_line(sanitizer, '--version', last=True)}",
+        f"- Command: `python {' '.join(sys.argv)}`",
+        f"- The suite: {len(SUITE)} calls: {'; '.join(SUITE)}.",
+        "- memcheck may or may not see a write that lands near a buffer: that depends on what the driver has mapped there.",
+        "  Guard bands show those (`tests/pallas/test_bounds.py`).",
+        "",
+        "| " + " | ".join(HEADINGS) + " |",
+        "|" + " --- |" * len(HEADINGS),
+        *("| " + " | ".join(cells(outcome)) + " |" for outcome in outcomes),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _first_line(*command: str, last: bool = False) -> str:
+    """The first, or last, line that a program prints; how it failed when it does."""
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    lines = [line.strip() for line in lines if line.strip()]
+    return lines[-1 if last else 0] if lines else "unknown"
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,175 @@
+"""Every variant of the attention kernels lowers for CUDA on a machine without a GPU."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpaged import KVCache, PagedBatch
+from jaxpaged.attention import make_options
+from jaxpaged.pallas import attention, config
+from jaxpaged.testing.cases import every_third, favour_recent
+
+# Where a layout can't be found, Mosaic searches for minutes before it says so.
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A call, by the shapes and options that choose what is compiled.
+
+    Attributes:
+      hint: the batch's `max_query_len`.
+      takes: which kernels it needs: letters of "decode" (d), prefill with tiles of one head (u), with packed heads (p).
+      in_parts: whether prefill splits tiles among CTAs.
+      options: of `paged_attention`; "alibi", "alibi_per_request" and "sinks" stand for arrays.
+    """
+
+    num_tokens: int
+    num_reqs: int
+    hint: int | None
+    takes: str
+    in_parts: bool = False
+    num_kv_heads: int = 8
+    group: int = 4
+    head_size: int = 128
+    v_head_size: int | None = None
+    block_size: int = 16
+    layout: str = "NHD"
+    dtype: str = "bfloat16"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def but(self, **changes: Any) -> "Variant":
+        return dataclasses.replace(self, **changes)
+
+
+DECODE = Variant(9, 9, 1, "d")
+UNPACKED = Variant(4096, 4, 2048, "u")
+PACKED = Variant(640, 7, 128, "p")
+MIXED = Variant(2048, 64, None, "dp")
+MODES = {
+    "decode": DECODE,
+    "decode-1-request": DECODE.but(num_tokens=1, num_reqs=1),
+    "decode-4-new": DECODE.but(num_tokens=36, hint=4),
+    "decode-8-new": DECODE.but(num_tokens=72, hint=8),
+    "unpacked": UNPACKED,
+    "unpacked-in-parts": UNPACKED.but(num_tokens=128, num_reqs=1, hint=128, in_parts=True, num_kv_heads=2),
+    "packed": PACKED,
+    "packed-in-parts": PACKED.but(num_tokens=100, num_reqs=4, in_parts=True, num_kv_heads=2),
+    "mixed": MIXED,
+    "mixed-unpacked": MIXED.but(num_tokens=4096, num_reqs=16, takes="du"),
+    "mixed-in-parts": MIXED.but(num_tokens=64, num_reqs=9, in_parts=True, num_kv_heads=1),
+}
+INVARIANT = (("batch_invariant", True),)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": (20, 0)},
+    "both-sides": {"window": (7, 9), "causal": False},
+    "soft-cap": {"soft_cap": 2.0},
+    "alibi": {"alibi": True},
+    "alibi-per-request": {"alibi_per_request": True},
+    "sinks": {"sinks": True},
+    "mask-mod": {"mask_mod": every_third},
+    "score-mod": {"score_mod": favour_recent},
+    "lse": {"return_lse": True},
+    "encoder": {"causal": False},
+    "negative-scale": {"scale": -0.1},
+    "everything": {
+        "window": (30, 0), "soft_cap": 5.0, "alibi": True, "sinks": True, "mask_mod": every_third,
+        "score_mod": favour_recent, "return_lse": True,
+    },
+}  # fmt: skip
+HEAD_SIZES = [8, 40, 64, 80, 96, 112, 160, 192, 224, 256]
+ROWS = {"mixed": MIXED, "unpacked": UNPACKED}
+
+
+def variants() -> dict[str, Variant]:
+    found = dict(MODES)
+    for name, base in MODES.items():
+        if name in ("decode", "decode-4-new", "unpacked", "mixed"):
+            # Short requests and long ones are each always one kernel's.
+            takes = "d" if base.hint == 1 else "dp" if name == "decode-4-new" else "d" + base.takes.strip("d")
+            found[f"{name}-batch-invariant"] = base.but(options=INVARIANT, takes=takes)
+    for name, options in OPTIONS.items():
+        found |= {f"{name}-{rows}": base.but(options=tuple(options.items())) for rows, base in ROWS.items()}
+    for name in ("alibi-per-request", "sinks", "everything"):
+        base = MODES["packed-in-parts"]
+        found[f"{name}-packed-in-parts"] = base.but(options=tuple(OPTIONS[name].items()))
+    found |= {f"head-size-{n}": MIXED.but(head_size=n) for n in HEAD_SIZES}
+    found |= {f"head-size-{n}-unpacked": UNPACKED.but(head_size=n) for n in (40, 64, 192, 256)}
+    found |= {f"head-size-{n}-in-parts": MODES["packed-in-parts"].but(head_size=n) for n in (40, 256)}
+    found |= {f"head-sizes-{n}-{m}": MIXED.but(head_size=n, v_head_size=m) for n, m in ((192, 128), (64, 40), (40, 256))}
+    layouts = ("HND", "2NHD", "2HND", "N2HD", "HN2D", "NH2D")
+    found |= {f"layout-{n}": MIXED.but(layout=n) for n in layouts}
+    found |= {f"layout-{n}-head-size-80": MIXED.but(layout=n, head_size=80) for n in ("HN2D", "N2HD")}
+    found |= {f"block-size-{n}": MIXED.but(block_size=n) for n in (8, 32, 48, 64, 128)}
+    found |= {f"group-{n}": MIXED.but(group=n, num_kv_heads=4) for n in (7, 12)}
+    found["group-1"] = MIXED.but(group=1, num_kv_heads=32, takes="du")
+    found["group-1-decode-8-new"] = MODES["decode-8-new"].but(group=1)
+    found["group-100"] = UNPACKED.but(group=100, num_kv_heads=1)
+    found |= {f"float16-{rows}": base.but(dtype="float16") for rows, base in ROWS.items()}
+    found["float16-out"] = MIXED.but(options=(("out_dtype", "float16"),))
+    return found
+
+
+VARIANTS = variants()
+
+
+def lowered(variant: Variant) -> str:
+    """The StableHLO of a call for CUDA."""
+    num_heads, sizes = variant.group * variant.num_kv_heads, (variant.num_kv_heads, variant.head_size)
+    options = {"scale": 0.1, "causal": True} | dict.fromkeys(("window", "soft_cap", "mask_mod", "score_mod"))
+    options |= dict(variant.options)
+    chosen = {
+        "out_dtype": jnp.dtype(options.pop("out_dtype", variant.dtype)),
+        "batch_invariant": options.pop("batch_invariant", False),
+        "return_lse": options.pop("return_lse", False),
+    }
+
+    def zeros() -> KVCache:
+        more = {"layout": variant.layout, "v_head_size": variant.v_head_size}
+        return KVCache.zeros(64, variant.block_size, *sizes, variant.dtype, **more)
+
+    def struct(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    slopes = sinks = None
+    if options.pop("alibi", False):
+        slopes = struct(num_heads, dtype=jnp.float32)
+    if options.pop("alibi_per_request", False):
+        slopes = struct(variant.num_reqs, num_heads, dtype=jnp.float32)
+    if options.pop("sinks", False):
+        sinks = struct(num_heads, dtype=jnp.bfloat16)
+    cache = jax.eval_shape(zeros)
+    batch = PagedBatch(
+        struct(variant.num_reqs, 40), struct(variant.num_reqs), struct(variant.num_reqs + 1), None, variant.hint
+    )
+    query = struct(variant.num_tokens, num_heads, variant.head_size, dtype=variant.dtype)
+
+    def call(query: Any, cache: Any, batch: Any, slopes: Any, sinks: Any) -> Any:
+        given = {"num_heads": num_heads, "num_reqs": variant.num_reqs, "alibi_slopes": slopes, "sinks": sinks}
+        made = make_options(**given, **options)
+        assert attention.refusal(query, cache, batch, made, chosen["out_dtype"]) is None
+        return attention.paged_attention(query, cache, batch, made, **chosen, interpret=None)
+
+    traced = jax.jit(call).trace(query, cache, batch, slopes, sinks)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_lowers_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant, tiles = VARIANTS[name], []
+
+    def spied(*arguments: Any, **more: Any) -> Any:
+        tiles.append(config.prefill_config(*arguments, **more))
+        return tiles[-1]
+
+    monkeypatch.setattr(attention, "prefill_config", spied)
+    kernels = set(re.findall(r"paged_decode_combine|paged_decode|paged_prefill", lowered(variant)))
+    assert ("paged_decode" in kernels) == ("paged_decode_combine" in kernels) == ("d" in variant.takes)
+    assert ("paged_prefill" in kernels) == bool(tiles) == bool(set(variant.takes) & {"u", "p"})
+    for tile in tiles:
+        assert tile.tiling.packed == ("p" in variant.takes)
+        assert tile.in_parts == variant.in_parts
