@@ -13,7 +13,7 @@ _BY_THREAD = plgpu.Layout.WG_STRIDED((COLUMNS,), 1)
 
 
 def write_row(buffer: Any, row: Any) -> Any:
-    """`buffer` [ROWS, COLUMNS] float32 with 7 written to a row, [1] int32, of which nothing checks that there is one."""
+    """`buffer` [ROWS, COLUMNS] float32 with 7 in a row, [1] int32, of which nothing checks that there is one."""
 
     def body(row_ref: Any, buffer_ref: Any) -> None:
         sevens = plgpu.layout_cast(jnp.full((COLUMNS,), 7.0, jnp.float32), _BY_THREAD)

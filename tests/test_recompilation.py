@@ -16,7 +16,7 @@ STEPS, WARM_UP = 1000, 500
 MAX_REQS, MAX_TOKENS, MAX_PROMPT, MAX_NEW, BLOCK_SIZE = 24, 256, 300, 150, 16
 BUCKETS = (32, 256)
 BOUND = 2 * 9
-"""Programs that a trace may need: its steps have 32 or 256 tokens, and at most 1, 2, 4, .. or 256 new ones a request."""
+"""Programs that the trace may need: a step has 32 or 256 tokens, of a request at most 1, 2, 4, .. or 256."""
 
 
 @dataclasses.dataclass

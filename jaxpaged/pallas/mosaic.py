@@ -40,7 +40,7 @@ def kernel(body: Callable[..., None], *, interpret: Interpreter | None, **option
 
 
 def store(ref: Any, value: Any, interpret: Interpreter | None) -> None:
-    """Store registers to memory of any form, be it slowly: `ref[...] = value` is refused by jax 0.12 where it is slow."""
+    """Store registers to memory of any form, be it slowly: jax 0.12 refuses `ref[...] = value` if it is slow."""
     if interpret is None and hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:

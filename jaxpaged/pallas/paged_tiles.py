@@ -28,7 +28,9 @@ def swizzled(dtype: Any, columns: int | None = None) -> tuple[Any, ...]:
     itemsize = jnp.dtype(dtype).itemsize
     row_bytes = (columns or chunk_columns(dtype)) * itemsize
     swizzle = next(width for width in (128, 64, 32) if row_bytes % width == 0)
-    return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    tiling: Any = plgpu.TilingTransform  # jax's annotations make an abstract class of it
+    swizzling: Any = plgpu.SwizzleTransform
+    return (tiling((8, swizzle // itemsize)), swizzling(swizzle))
 
 
 def two_views(dims: tuple[int, ...], dtype: Any, interpret: Interpreter | None) -> Any:

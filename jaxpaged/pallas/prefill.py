@@ -334,7 +334,7 @@ def _load_tiles(shape: PrefillShape, operands: Operands, streams: Sequence[Strea
         following = blocks(i + 1)
         slot = lax.rem(steps + i, jnp.int32(shape.stages))
         for stream in streams:
-            pl.when(steps + i >= shape.stages)(lambda stream=stream: plgpu.barrier_wait(stream.empty.at[slot]))
+            pl.when(steps + i >= shape.stages)(functools.partial(plgpu.barrier_wait, stream.empty.at[slot]))
             stream.tiles.copy(stream.buffer, stream.smem, slot, current, item.first_step + i, head, stream.full)
         return following
 
@@ -579,6 +579,9 @@ def _clear_unused_values(
         v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
         part[...] = jnp.where(used, v, jnp.zeros_like(v))
 
+    def clear_unreadable(part: Any, first: int) -> None:
+        clear(part, readable(part.shape, 0, first))
+
     @pl.when(item.damaged | (first_pos < low) | (first_pos + shape.tiling.step > high))
     def _clear() -> None:
         for first in range(0, shape.tiling.step, WG_ROWS):
@@ -586,7 +589,7 @@ def _clear_unused_values(
                 position = _iota(part.shape, 0) + (first_pos + first)
                 clear(part, (position >= low) & (position < high))
                 if readable is not None:
-                    pl.when(item.damaged)(lambda part=part, first=first: clear(part, readable(part.shape, 0, first)))
+                    pl.when(item.damaged)(functools.partial(clear_unreadable, part, first))
         plgpu.commit_smem()
 
 

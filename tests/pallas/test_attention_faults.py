@@ -96,7 +96,7 @@ def leave_out_waits(monkeypatch: pytest.MonkeyPatch, module: Any, function: str,
     monkeypatch.setattr(module.plgpu, "barrier_wait", lambda b: None if isinstance(b, _NeverWaited) else wait(b))
 
 
-# What the interpreter says of them; jax 0.11 may find a phase of a barrier that nobody waited for before it finds the race.
+# What the interpreter says of them: jax 0.11 may find a phase that nobody waited for before it finds the race.
 REPORTS = ("RACE DETECTED", "no threads observed phase", "had only observed barrier", "Not all copy_smem_to_gmem")
 
 

@@ -31,7 +31,9 @@ def test_suite_on_a_gpu(hopper, name, door):
     assert result.ok, result
 
 
-@pytest.mark.parametrize(("num_sms", "case"), [(2, c) for c in SMALL] + [(20, c) for c in MANY_CTAS], ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize(
+    ("num_sms", "case"), [(2, c) for c in SMALL] + [(20, c) for c in MANY_CTAS], ids=lambda x: getattr(x, "name", x)
+)
 def test_small_cases(kernels, monkeypatch, num_sms, case):
     monkeypatch.setattr(config, "SM_COUNT", num_sms)
     _mosaic_gpu.clear_cache()  # the number is no part of the key

@@ -100,7 +100,9 @@ def variants() -> dict[str, Variant]:
     found |= {f"head-size-{n}": MIXED.but(head_size=n) for n in HEAD_SIZES}
     found |= {f"head-size-{n}-unpacked": UNPACKED.but(head_size=n) for n in (40, 64, 192, 256)}
     found |= {f"head-size-{n}-in-parts": MODES["packed-in-parts"].but(head_size=n) for n in (40, 256)}
-    found |= {f"head-sizes-{n}-{m}": MIXED.but(head_size=n, v_head_size=m) for n, m in ((192, 128), (64, 40), (40, 256))}
+    found |= {
+        f"head-sizes-{n}-{m}": MIXED.but(head_size=n, v_head_size=m) for n, m in ((192, 128), (64, 40), (40, 256))
+    }
     layouts = ("HND", "2NHD", "2HND", "N2HD", "HN2D", "NH2D")
     found |= {f"layout-{n}": MIXED.but(layout=n) for n in layouts}
     found |= {f"layout-{n}-head-size-80": MIXED.but(layout=n, head_size=80) for n in ("HN2D", "N2HD")}

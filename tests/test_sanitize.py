@@ -1,0 +1,100 @@
+"""What `benchmarks/sanitize.py` makes of compute-sanitizer's words, and that its planted faults lower for CUDA."""
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def sanitize() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sanitize", BENCHMARKS / "sanitize.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sanitize"] = module
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return module
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_the_planted_race_lowers_for_cuda(sanitize: Any, awaited: bool) -> None:
+    call = jax.jit(functools.partial(sanitize.pass_on, awaited=awaited))
+    lowered = call.trace(jax.ShapeDtypeStruct((sanitize.COLUMNS,), jnp.float32)).lower(lowering_platforms=("cuda",))
+    assert "planted_race" in lowered.as_text()
+
+
+def test_the_planted_write_lowers_for_cuda(sanitize: Any) -> None:
+    buffer = jax.ShapeDtypeStruct((sanitize.ROWS, sanitize.COLUMNS), jnp.float32)
+    call = jax.jit(sanitize.write_row, donate_argnums=0)
+    lowered = call.trace(buffer, jax.ShapeDtypeStruct((1,), jnp.int32)).lower(lowering_platforms=("cuda",))
+    assert "planted_write" in lowered.as_text()
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("========= ERROR SUMMARY: 0 errors\n", 0),
+        ("========= ERROR SUMMARY: 1 error\n", 1),
+        ("========= Invalid __global__ write\n========= ERROR SUMMARY: 128 errors\n", 128),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0),
+        ("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n", 1),
+        ("========= ERROR SUMMARY: 0 errors\n========= ERROR SUMMARY: 3 errors\n", 3),
+        ("========= Error: Device not supported\n", None),
+        ("", None),
+    ],
+)
+def test_what_a_tool_reported(sanitize: Any, output: str, expected: int | None) -> None:
+    assert sanitize.reported(output) == expected
+
+
+@pytest.mark.parametrize(
+    ("reports", "reported", "finished", "ok"),
+    [
+        (False, 0, True, True),
+        (False, 0, False, False),  # it failed, so nothing is known
+        (False, 1, True, False),
+        (False, None, True, False),
+        (True, 3, False, True),
+        (True, 0, True, False),
+        (True, None, False, False),
+        (None, 0, True, True),
+        (None, 5, False, True),
+        (None, None, True, False),
+    ],
+)
+def test_verdicts(sanitize: Any, reports: bool | None, reported: int | None, finished: bool, ok: bool) -> None:
+    run = sanitize.Run("memcheck", ("plant", "race"), reports, "")
+    assert sanitize.Outcome(run, reported, finished, 0.0, Path()).ok == ok
+
+
+def test_a_run_under_a_tool(sanitize: Any, tmp_path: Path) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f'#!/bin/sh\necho "$@"\necho "{sanitize.DONE}"\necho "========= ERROR SUMMARY: 2 errors"\n')
+    tool.chmod(0o755)
+    run = sanitize.Run("memcheck", ("plant", "far-write"), True, "")
+    outcome = sanitize.execute(run, str(tool), tmp_path, 60)
+    assert (outcome.reported, outcome.finished, outcome.ok) == (2, True, True)
+    assert "--tool memcheck --report-api-errors no" in outcome.log.read_text()
+    assert str(tmp_path) not in sanitize.document([outcome], str(tool)).split("| run |")[1]
+    tool.write_text("#!/bin/sh\nsleep 60\n")
+    outcome = sanitize.execute(run, str(tool), tmp_path, 0.2)
+    assert (outcome.reported, outcome.ok) == (None, False)
+    assert outcome.seconds < 30
+
+
+def test_the_suite_compares_what_it_runs(sanitize: Any) -> None:
+    with pytest.raises(AssertionError, match=r"writes: 1\.000 of the bytes differ"):
+        sanitize.same(np.zeros(4, np.uint8), np.ones(4, np.uint8), "writes")
