@@ -24,6 +24,7 @@ from jaxpaged.pallas.config import decode_config, prefill_config
 from jaxpaged.pallas.decode import DecodeShape, decode
 from jaxpaged.pallas.decode_plan import DecodePlan, plan_decode
 from jaxpaged.pallas.dequantize import scale_refusal
+from jaxpaged.pallas.functions import function_refusal
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.prefill import prefill
 from jaxpaged.pallas.prefill_plan import plan_prefill
@@ -59,6 +60,9 @@ def refusal(query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOpt
     sizes = (cache.head_size, cache.v_head_size)
     if max(sizes) > 256 or any(size * cache.dtype.itemsize % 16 for size in sizes):
         return f"the kernels take heads of up to 256 elements and a multiple of 16 bytes, not {sizes}"
+    reason = function_refusal(options)
+    if reason is not None:
+        return reason
     if 0 in (query.shape[0], batch.num_reqs, batch.max_blocks_per_req, cache.num_blocks):
         return "there is nothing to compute"
     return None

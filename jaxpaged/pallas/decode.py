@@ -442,7 +442,7 @@ def _step(
     else:
         chunks = [(keys.chunk(memory.k, slot, c), q) for c, q in enumerate(queries)]
         s = dot(chunks, (shape.tile, shape.columns), interpret)
-    plgpu.barrier_arrive(memory.k_empty.at[slot])
+        plgpu.barrier_arrive(memory.k_empty.at[slot])
 
     place = _place(shape, options, operands, piece, tile)
     s, factor = log2_scores(s, options, place)
@@ -469,6 +469,8 @@ def _step(
     elif masked:
         _clear_unused_values(shape, options, memory, piece, tile, slot, readable)
     plgpu.commit_smem()
+    if shape.quantized:  # threads read the keys, so TMA may not write there before the fence
+        plgpu.barrier_arrive(memory.k_empty.at[slot])
     sources = [memory.values] if shape.quantized else values.parts(memory.v, slot)
     parts = [transposed(v) for v in sources]
     acc = dot_onto(acc, parts, [transposed(memory.p)] * len(parts), interpret)

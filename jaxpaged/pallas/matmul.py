@@ -31,6 +31,7 @@ def dot(
     """
     if interpret is not None:
         result = sum(_product(a, b) for a, b in pairs)
+        _as_by_the_tensor_cores()
         meanwhile()
         return result
 
@@ -54,6 +55,7 @@ def dot_onto(
     lhs = a if isinstance(a, list) else [a] * len(bs)
     if interpret is not None:
         result = tuple(acc + _product(x, b) for acc, x, b in zip(accs, lhs, bs, strict=True))
+        _as_by_the_tensor_cores()
         meanwhile()
         return result
 
@@ -63,6 +65,11 @@ def dot_onto(
         meanwhile()
 
     return pl.run_state(accumulate)(tuple(plgpu.ACC.init(acc) for acc in accs))
+
+
+def _as_by_the_tensor_cores() -> None:
+    """Let reads of shared memory count as wgmma's, which need no fence between them and TMA's writes."""
+    plgpu.commit_smem()
 
 
 def _product(a: Any, b: Any) -> Any:

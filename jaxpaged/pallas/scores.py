@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpaged.pallas.functions import call
 from jaxpaged.reference.attention import AttentionOptions
 
 LOG2E = math.log2(math.e)
@@ -45,7 +46,7 @@ def log2_scores(s: Any, options: AttentionOptions, place: TilePlace) -> tuple[An
     if options.soft_cap is not None:
         s = _soft_cap(s, options.soft_cap)
     if options.score_mod is not None:
-        s = options.score_mod(s, place.request, place.head, place.q_pos, place.kv_pos).astype(jnp.float32)
+        s = call(options.score_mod, s, place.request, place.head, place.q_pos, place.kv_pos).astype(jnp.float32)
     if place.slope is not None:
         s = s + place.slope * (place.kv_pos - place.q_pos).astype(jnp.float32)
     return s, LOG2E
@@ -68,5 +69,5 @@ def kept(options: AttentionOptions, place: TilePlace, kv_len: Any) -> Any:
     if right is not None:
         keep &= place.kv_pos <= place.q_pos + right
     if options.mask_mod is not None:
-        keep &= options.mask_mod(place.request, place.head, place.q_pos, place.kv_pos)
+        keep &= call(options.mask_mod, place.request, place.head, place.q_pos, place.kv_pos)
     return keep

@@ -35,10 +35,10 @@ def compilations() -> Iterator[Compilations]:
     """
     found = Compilations()
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event == _EVENT:
             found.count += 1
-            found.seconds += duration
+            found.seconds += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

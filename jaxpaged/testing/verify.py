@@ -46,8 +46,9 @@ def compare(case: Case, door_name: str, door: Door) -> Result:
     lse_error = relative_error(np.where(np.isneginf(lse), 0, lse), np.where(np.isneginf(expected_lse), 0, expected_lse))
     if not np.array_equal(np.isneginf(lse), np.isneginf(expected_lse)):
         lse_error = np.inf
-    ok = error <= tolerance(case) and lse_error <= LSE_TOLERANCE
-    return Result(case.name, door_name, case.dtype, error, lse_error, tolerance(case), ok)
+    allowed = tolerance(case) * door.slack
+    ok = error <= allowed and lse_error <= LSE_TOLERANCE
+    return Result(case.name, door_name, case.dtype, error, lse_error, allowed, ok)
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:

@@ -1,10 +1,13 @@
 """The attention kernels against the oracle: the whole suite on a GPU, and small cases in the interpreter, too."""
 
-import dataclasses
-
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxpaged import KVCache, PagedBatch, paged_attention
 from jaxpaged.attention import _mosaic_gpu
+from jaxpaged.metadata.masks import AlibiScore, DocumentMask
 from jaxpaged.pallas import config
 from jaxpaged.testing.cases import Case, named_cases
 from jaxpaged.testing.doors import DOORS
@@ -13,6 +16,7 @@ from jaxpaged.testing.verify import compare
 CASES = {case.name: case for case in named_cases()}
 SMALL = [CASES[name] for name in ("decode", "speculative", "prefill", "mixed-many", "bad-blocks", "table-too-narrow")]
 SMALL += [CASES[name] for name in ("empty-rows", "gqa-3", "head-size-40", "layout-HND", "layout-N2HD", "float16")]
+SMALL += [CASES[name] for name in ("int8-float32", "float8_e4m3fn-tensor")]
 SMALL += [CASES[name] for name in ("option-window", "option-everything", "decode-everything")]
 # Two multiprocessors make few CTAs, which each have much to do; with twenty, requests are split among CTAs.
 MANY_CTAS = [
@@ -44,9 +48,31 @@ def test_small_cases(kernels, monkeypatch, num_sms, case):
 
 
 def test_batch_invariant(kernels, monkeypatch):
-    """In the interpreter: the plan of decode is another, and prefill takes whole tiles."""
+    """The plan of decode is another then, and prefill takes whole tiles."""
     monkeypatch.setattr(config, "SM_COUNT", 2)
-    case = Case("batch-invariant", (1, 1, 20), (130, 3, 50), options=(("batch_invariant", True),))
-    for same in (case, dataclasses.replace(case, layout="HN2D")):
-        result = compare(same, "kernels", DOORS["kernels"])
-        assert result.ok, result
+    _mosaic_gpu.clear_cache()
+    case = Case("batch-invariant", (1, 1, 20), (130, 3, 50), options=(("batch_invariant", True),), layout="HN2D")
+    result = compare(case, "kernels", DOORS["kernels"])
+    _mosaic_gpu.clear_cache()
+    assert result.ok, result
+
+
+MODS = {
+    "mask_mod": DocumentMask(np.repeat(np.arange(4, dtype=np.int32), 16)[None]),
+    "score_mod": AlibiScore(np.linspace(0.1, 1, 4, dtype=np.float32)),
+}
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_functions_that_hold_arrays(kernels, name):
+    """They are computed with, or else refused, so that the default falls back to the reference."""
+    rng = np.random.default_rng(0)
+    cache = KVCache.zeros(4, 16, 2, 64, "bfloat16")
+    cache = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), cache)
+    batch = PagedBatch.create([[3, 0, 1, 2]], [50])
+    query = jnp.asarray(rng.standard_normal((1, 4, 64)), jnp.bfloat16)
+    out, expected = (
+        paged_attention(query, cache, batch, **{name: MODS[name]}, implementation=implementation)
+        for implementation in (None, "reference")
+    )
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.02)

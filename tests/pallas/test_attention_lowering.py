@@ -23,7 +23,8 @@ class Variant:
 
     Attributes:
       hint: the batch's `max_query_len`.
-      takes: which kernels it needs: letters of "decode" (d), prefill with tiles of one head (u), with packed heads (p).
+      takes: which kernels it needs: d for decode, u for prefill with tiles of one head, p for prefill with packed
+        heads, s for prefill of a shared prefix.
       in_parts: whether prefill splits tiles among CTAs.
       options: of `paged_attention`; "alibi", "alibi_per_request" and "sinks" stand for arrays.
     """
@@ -40,6 +41,9 @@ class Variant:
     block_size: int = 16
     layout: str = "NHD"
     dtype: str = "bfloat16"
+    cache_dtype: str | None = None
+    scales: str | None = None
+    shares_prefix: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     def but(self, **changes: Any) -> "Variant":
@@ -81,6 +85,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "score_mod": favour_recent, "return_lse": True,
     },
 }  # fmt: skip
+EIGHT_BITS = [("float8_e4m3fn", "tensor"), ("float8_e5m2", "head"), ("int8", "head"), ("int8", "token_head")]
 HEAD_SIZES = [8, 40, 64, 80, 96, 112, 160, 192, 224, 256]
 ROWS = {"mixed": MIXED, "unpacked": UNPACKED}
 
@@ -112,6 +117,15 @@ def variants() -> dict[str, Variant]:
     found["group-1-decode-8-new"] = MODES["decode-8-new"].but(group=1)
     found["group-100"] = UNPACKED.but(group=100, num_kv_heads=1)
     found |= {f"float16-{rows}": base.but(dtype="float16") for rows, base in ROWS.items()}
+    for base in ("decode", "decode-8-new", "mixed"):
+        for cache_dtype, scales in EIGHT_BITS:
+            # Longer requests are decoded, too, in chunks.
+            eight = MODES[base].but(cache_dtype=cache_dtype, scales=scales, takes="d")
+            found[f"{cache_dtype}-{scales}-{base}"] = eight
+    found["float8_e4m3fn-head-float16"] = DECODE.but(cache_dtype="float8_e4m3fn", scales="head", dtype="float16")
+    lse = (("return_lse", True),)
+    found["shared-prefix"] = DECODE.but(shares_prefix=True, takes="ds")
+    found["shared-prefix-4-new"] = MODES["decode-4-new"].but(shares_prefix=True, options=lse, takes="ds")
     found["float16-out"] = MIXED.but(options=(("out_dtype", "float16"),))
     return found
 
@@ -131,8 +145,8 @@ def lowered(variant: Variant) -> str:
     }
 
     def zeros() -> KVCache:
-        more = {"layout": variant.layout, "v_head_size": variant.v_head_size}
-        return KVCache.zeros(64, variant.block_size, *sizes, variant.dtype, **more)
+        more = {"layout": variant.layout, "v_head_size": variant.v_head_size, "scales": variant.scales}
+        return KVCache.zeros(64, variant.block_size, *sizes, variant.cache_dtype or variant.dtype, **more)
 
     def struct(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -146,7 +160,12 @@ def lowered(variant: Variant) -> str:
         sinks = struct(num_heads, dtype=jnp.bfloat16)
     cache = jax.eval_shape(zeros)
     batch = PagedBatch(
-        struct(variant.num_reqs, 40), struct(variant.num_reqs), struct(variant.num_reqs + 1), None, variant.hint
+        struct(variant.num_reqs, 40),
+        struct(variant.num_reqs),
+        struct(variant.num_reqs + 1),
+        None,
+        variant.hint,
+        variant.shares_prefix,
     )
     query = struct(variant.num_tokens, num_heads, variant.head_size, dtype=variant.dtype)
 
@@ -171,7 +190,8 @@ def test_variant_lowers_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention, "prefill_config", spied)
     kernels = set(re.findall(r"paged_decode_combine|paged_decode|paged_prefill", lowered(variant)))
     assert ("paged_decode" in kernels) == ("paged_decode_combine" in kernels) == ("d" in variant.takes)
-    assert ("paged_prefill" in kernels) == bool(tiles) == bool(set(variant.takes) & {"u", "p"})
+    assert ("paged_prefill" in kernels) == bool(set(variant.takes) & {"u", "p", "s"})
+    assert bool(tiles) == bool(set(variant.takes) & {"u", "p"})
     for tile in tiles:
         assert tile.tiling.packed == ("p" in variant.takes)
         assert tile.in_parts == variant.in_parts
