@@ -255,9 +255,13 @@ def _allocate(
 
 
 def _for_each_item(shape: PrefillShape, operands: Operands, body: Any) -> Any:
-    """Call `body(item, number of items before, number of steps before)` for each item of this CTA.
+    """Call `body(item, its index, items with steps before it, steps before it)` for each item of this CTA.
 
-    An item's fields are read while the one before is worked on.
+    An item's fields are read while the one before is worked on. Items without steps need no queries and take no turn:
+    if they did, one warpgroup could wait in them for queries that the other, waiting for its turn, has yet to let go.
+
+    Returns:
+      The numbers of items with steps, and of steps.
     """
     cta = lax.axis_index("cta")
     count = operands.counts[cta]
@@ -267,13 +271,13 @@ def _for_each_item(shape: PrefillShape, operands: Operands, body: Any) -> Any:
         item = Item(*(operands.work[cta, known, f] for f in range(len(Item._fields))))
         return item if shape.windowed else item._replace(first_step=jnp.int32(0))
 
-    def visit(k: Any, carry: tuple[Any, Item]) -> tuple[Any, Item]:
-        steps, item = carry
+    def visit(k: Any, carry: tuple[Any, Any, Item]) -> tuple[Any, Any, Item]:
+        queries, steps, item = carry
         following = read(k + 1)
-        body(item, k, steps)
-        return steps + item.steps, following
+        body(item, k, queries, steps)
+        return queries + jnp.where(item.steps > 0, 1, 0), steps + item.steps, following
 
-    return lax.fori_loop(0, count, visit, (jnp.int32(0), read(jnp.int32(0))))[0]
+    return lax.fori_loop(0, count, visit, (jnp.int32(0), jnp.int32(0), read(jnp.int32(0))))[:2]
 
 
 # The warpgroup that loads.
@@ -296,18 +300,22 @@ def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: In
     values = Stream(shape.tiles("value"), value, memory.v, memory.v_full, memory.v_empty)
 
     def stream(*streams: Stream) -> None:
-        _for_each_item(shape, operands, lambda item, k, steps: _load_tiles(shape, operands, streams, item, steps))
+        _for_each_item(
+            shape, operands, lambda item, k, queries, steps: _load_tiles(shape, operands, streams, item, steps)
+        )
 
     def queries() -> None:
-        _for_each_item(shape, operands, lambda item, k, steps: _load_queries(shape, operands, memory, item, k))
+        _for_each_item(
+            shape, operands, lambda item, k, queries, steps: _load_queries(shape, operands, memory, item, queries)
+        )
 
     def everything_in_turn() -> None:
-        def load_item(item: Item, k: Any, steps: Any) -> None:
-            _load_queries(shape, operands, memory, item, k)
+        def load_item(item: Item, k: Any, queries: Any, steps: Any) -> None:
+            _load_queries(shape, operands, memory, item, queries)
             _load_tiles(shape, operands, (keys, values), item, steps)
 
-        steps = _for_each_item(shape, operands, load_item)
-        drain(memory.q_empty, operands.counts[lax.axis_index("cta")], shape.q_stages)
+        loaded, steps = _for_each_item(shape, operands, load_item)
+        drain(memory.q_empty, loaded, shape.q_stages)
         drain(memory.k_empty, steps, shape.stages)
         drain(memory.v_empty, steps, shape.stages)
 
@@ -341,11 +349,15 @@ def _load_tiles(shape: PrefillShape, operands: Operands, streams: Sequence[Strea
     lax.fori_loop(0, item.steps, load_step, blocks(jnp.int32(0)))
 
 
-def _load_queries(shape: PrefillShape, operands: Operands, memory: Memory, item: Item, k: Any) -> None:
+def _load_queries(shape: PrefillShape, operands: Operands, memory: Memory, item: Item, before: Any) -> None:
+    pl.when(item.steps > 0)(lambda: _load_item_queries(shape, operands, memory, item, before))
+
+
+def _load_item_queries(shape: PrefillShape, operands: Operands, memory: Memory, item: Item, before: Any) -> None:
     """Bring an item's queries, when the item before the last one has no more use for its own."""
     chunks = shape.tiles("key").chunks
-    slot = lax.rem(k, jnp.int32(shape.q_stages))
-    pl.when(k >= shape.q_stages)(lambda: plgpu.barrier_wait(memory.q_empty.at[slot]))
+    slot = lax.rem(before, jnp.int32(shape.q_stages))
+    pl.when(before >= shape.q_stages)(lambda: plgpu.barrier_wait(memory.q_empty.at[slot]))
     for wg in range(2):
         first = item.first_row + (wg * WG_ROWS if shape.splits_tokens else 0)
         # Rows past a request's are another's, or zeros past the query's end: their results are not stored.
@@ -370,15 +382,14 @@ def _compute(
     take_turn = functools.partial(_take_turn, memory)
     pl.when(wg == 1)(take_turn)  # the second warpgroup lets the first go ahead
 
-    def attend(item: Item, k: Any, steps: Any) -> None:
-        q_slot = lax.rem(k, jnp.int32(shape.q_stages))
-        plgpu.barrier_wait(memory.q_full.at[q_slot])
+    def attend(item: Item, k: Any, queries: Any, steps: Any) -> None:
+        q_slot = lax.rem(queries, jnp.int32(shape.q_stages))
+        pl.when(item.steps > 0)(lambda: plgpu.barrier_wait(memory.q_full.at[q_slot]))
         pl.when(item.steps > 0)(lambda: plgpu.barrier_wait(memory.k_full.at[lax.rem(steps, jnp.int32(shape.stages))]))
         step = functools.partial(_step, shape, options, operands, memory, interpret, item, q_slot, steps)
         state = _empty_state(shape)
         for first, end, how in _loops(shape, options, item):
             state = lax.fori_loop(first, end, functools.partial(step, **how), state)
-        plgpu.barrier_arrive(memory.q_empty.at[q_slot])
         _store(shape, operands, memory, item, k, state, interpret)
 
     _for_each_item(shape, operands, attend)
@@ -470,6 +481,8 @@ def _step(
     pairs = list(zip(q_chunks, k_chunks, strict=True))
     s = dot(pairs, size, interpret, meanwhile=functools.partial(_take_turn, memory))
     plgpu.barrier_arrive(memory.k_empty.at[slot])
+    # Before the last turn is waited for: the other warpgroup's may need the next item's queries.
+    pl.when(i == item.steps - 1)(lambda: plgpu.barrier_arrive(memory.q_empty.at[q_slot]))
 
     first_pos = (item.first_step + i) * shape.tiling.step
     place = _place(shape, operands, item, first_pos, size)
