@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.implementations import choose
+from jaxpaged.implementations import choose, static_options
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.checks import check_dtype, check_shape, shape_text
 from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES, KVCache
-from jaxpaged.pallas import mosaic
 from jaxpaged.reference import attention as reference
 from jaxpaged.reference.attention import AttentionOptions
 
@@ -100,7 +99,7 @@ def paged_attention(
     )
     arrays, static = split_options(options)
     if implementation == "mosaic_gpu":
-        interpret = mosaic.interpreter()
+        interpret = static_options(implementation)["interpret"]
         called = (query, cache, batch, arrays, static, out_dtype, bool(batch_invariant), bool(return_lse), interpret)
         out, lse = _mosaic_gpu(*called)
     else:

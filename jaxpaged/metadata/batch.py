@@ -109,6 +109,10 @@ class PagedBatch:
         """[num_reqs] int32, tokens of each request before the new ones."""
         return self.seq_lens - self.query_lens
 
+    def kv_lens(self, block_size: int) -> Any:
+        """[num_reqs] int32, positions of each request that the block table has room for."""
+        return jnp.minimum(self.seq_lens, self.max_blocks_per_req * block_size)
+
     def pad(
         self, *, num_reqs: int | None = None, num_tokens: int | None = None, max_blocks_per_req: int | None = None
     ) -> Self:

@@ -96,9 +96,8 @@ def paged_attention(
     longest = _decoded(query, cache, batch, batch_invariant)
     all_decoded = batch.max_query_len is not None and batch.max_query_len <= longest
     if cache.quantized and not all_decoded:
-        chunk = (
-            1 if batch_invariant else next(n for n in (8, 4, 2, 1) if n * num_heads // cache.num_kv_heads <= MOST_ROWS)
-        )
+        group = num_heads // cache.num_kv_heads
+        chunk = 1 if batch_invariant else next(n for n in (MOST_DECODED, 4, 2, 1) if n * group <= MOST_ROWS)
         chunks = in_chunks(cache, batch, chunk, num_tokens=num_tokens, causal=options.causal)
         how = {"out_dtype": out_dtype, "batch_invariant": batch_invariant, "return_lse": return_lse}
         return paged_attention(query, cache, chunks, options, interpret=interpret, **how)
@@ -106,7 +105,8 @@ def paged_attention(
     if batch.shares_prefix and cascades:
         return _cascade(query, cache, batch, options, longest, out_dtype, interpret)
     out = jax.new_ref(lax.empty((num_tokens, num_heads, cache.v_head_size), out_dtype))
-    lse = prefilled = None
+    lse: Any = None
+    prefilled: Any = None
     if not all_decoded:
         tiles = prefill_config(query, cache, batch, options, out_dtype, return_lse, batch_invariant)
         prefill_plan = plan_prefill(
@@ -123,19 +123,16 @@ def paged_attention(
             cache, batch, options, shape, others_elsewhere=not all_decoded, batch_invariant=batch_invariant
         )
         short_lse = _decode(query, cache, batch, plan, options, shape, out, return_lse, interpret)
-        if return_lse and lse is not None:
-            others = plan.requests[row_requests(batch, num_tokens)[0], field.Q_LEN] < 0
-            lse = jnp.where(others, lse, short_lse.T * LN2)
-        elif return_lse:
-            lse = short_lse.T * LN2
     result = jax.freeze(out)
+    if longest == 0:
+        return (result if prefilled is None else prefilled.astype(out_dtype)), lse
+    if not all_decoded and (return_lse or prefilled is not None):
+        decoded = plan.requests[row_requests(batch, num_tokens)[0], field.Q_LEN] >= 0
     if prefilled is not None:
-        decoded = (
-            jnp.zeros((), jnp.bool_)
-            if longest == 0
-            else plan.requests[row_requests(batch, num_tokens)[0], field.Q_LEN] >= 0
-        )
-        result = jnp.where(decoded.reshape(-1, 1, 1), result, prefilled.astype(out_dtype))
+        result = jnp.where(decoded[:, None, None], result, prefilled.astype(out_dtype))
+    if return_lse:
+        short_lse = short_lse.T * LN2
+        lse = short_lse if all_decoded else jnp.where(decoded, short_lse, lse)
     return result, lse
 
 

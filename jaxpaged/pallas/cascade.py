@@ -21,9 +21,9 @@ import numpy as np
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas import prefill_plan as field
-from jaxpaged.pallas.config import SM_COUNT, prefill_config
+from jaxpaged.pallas.config import SM_COUNT, TILE_ROWS, can_be_packed, packed_tokens, prefill_config
 from jaxpaged.pallas.mosaic import Interpreter
-from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape, prefill
+from jaxpaged.pallas.prefill import PrefillShape, prefill
 from jaxpaged.pallas.prefill_plan import PrefillPlan
 from jaxpaged.pallas.scores import LN2
 from jaxpaged.reference.attention import AttentionOptions
@@ -54,7 +54,7 @@ def shared_prefix(cache: KVCache, batch: PagedBatch, tile: int) -> Prefix:
     """
     width, block_size = batch.max_blocks_per_req, cache.block_size
     table = batch.block_table
-    kv_len = jnp.minimum(batch.seq_lens, width * block_size)
+    kv_len = batch.kv_lens(block_size)
     q_len = batch.query_lens
     active = (q_len > 0) & (kv_len > 0)
     column = jnp.arange(width, dtype=jnp.int32)
@@ -71,11 +71,9 @@ def prefix_shape(query: Any, cache: KVCache, options: AttentionOptions) -> Prefi
     num_tokens, num_heads, _ = query.shape
     one = PagedBatch(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32), None, None)
     base = prefill_config(query, cache, one, options, query.dtype, return_lse=True, batch_invariant=False)
-    # Tiles of all heads of a group leave less of the last tile empty; they have room for 16.
-    packed = 1 < base.group <= 16
-    tokens = 2 * WG_ROWS
-    while packed and tokens * base.group > 2 * WG_ROWS:
-        tokens //= 2
+    # Tiles of all heads of a group leave less of the last tile empty.
+    packed = can_be_packed(base.group)
+    tokens = packed_tokens(base.group) if packed else TILE_ROWS
     items = -(-num_tokens // tokens) * (cache.num_kv_heads if packed else num_heads)
 
     def turns(parts: int) -> float:
@@ -173,7 +171,7 @@ def _by_row(of_tiles: Any, shape: PrefillShape, width: int) -> list[Any]:
     """[tiles * parts, heads of the plan, 2 * WG_ROWS, ..] as [num_tokens, num_heads, width] for each part."""
     tiling = shape.tiling
     tiles, parts = _num_tiles(shape), tiling.most_parts
-    slots = 2 * WG_ROWS // tiling.tokens
+    slots = TILE_ROWS // tiling.tokens
     heads = of_tiles.shape[1]
     x = of_tiles[: tiles * parts].reshape(tiles, parts, heads, slots, tiling.tokens, -1)
     x = x[:, :, :, : shape.group if tiling.packed else 1, :, :width].transpose(1, 0, 4, 2, 3, 5)

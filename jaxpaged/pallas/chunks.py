@@ -29,7 +29,7 @@ def in_chunks(cache: KVCache, batch: PagedBatch, chunk: int, *, num_tokens: int,
     It has `num_tokens // chunk + num_reqs` requests, the last of them perhaps empty.
     """
     starts, q_len = batch.query_start_loc, batch.query_lens
-    kv_len = jnp.minimum(batch.seq_lens, batch.max_blocks_per_req * cache.block_size)
+    kv_len = batch.kv_lens(cache.block_size)
     ends = jnp.cumsum(-(-q_len // chunk), dtype=jnp.int32)
     index = jnp.arange(num_tokens // chunk + batch.num_reqs, dtype=jnp.int32)
     request = jnp.sum(ends <= index[:, None], axis=1, dtype=jnp.int32)

@@ -20,7 +20,7 @@ from jaxpaged.pallas.matmul import transposed
 from jaxpaged.pallas.mosaic import Interpreter, kernel, store
 from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.prefill_rows import row_requests
-from jaxpaged.pallas.scores import LOG2E
+from jaxpaged.pallas.scores import normalized, with_sink
 
 AT_ONCE = 8
 """Parts whose loads are in flight together."""
@@ -53,7 +53,7 @@ def combine(
     heads, num_reqs = shape.dims.num_kv_heads, plan.requests.shape[0] - 1
     lse = [jax.ShapeDtypeStruct((num_reqs, heads, shape.columns), jnp.float32)] if return_lse else []
     results = kernel(
-        functools.partial(_combine, shape, columns is not None, interpret),
+        functools.partial(_combine, shape, columns is not None),
         out_type=lse,
         scratch_types=dict(
             o_s=plgpu.SMEM((CHUNK, shape.columns), jnp.float32)
@@ -72,9 +72,7 @@ def combine(
     return results[0] if return_lse else None
 
 
-def _combine(
-    shape: DecodeShape, has_sinks: bool, interpret: Interpreter | None, *refs: Any, o_s: Any, lse_s: Any
-) -> None:
+def _combine(shape: DecodeShape, has_sinks: bool, *refs: Any, o_s: Any, lse_s: Any) -> None:
     requests, part_out, part_lse, *rest = refs
     sinks = rest.pop(0) if has_sinks else None
     out, *merged_lse = rest
@@ -91,7 +89,7 @@ def _combine(
 
     def clear() -> None:
         zeros = plgpu.layout_cast(jnp.zeros(size, shape.out_dtype), plgpu.Layout.WGMMA)
-        store(transposed(o_s), zeros, interpret)
+        store(transposed(o_s), zeros)
         plgpu.commit_smem()
         lax.fori_loop(q_start, q_start + q_len, lambda token, _: send(token, 0), None)
 
@@ -100,19 +98,18 @@ def _combine(
 
     @pl.when((tiles > 0) & (first < last))
     def _merge() -> None:
-        peak, total, acc = _merged(shape, part_out, part_lse, first, last, interpret)
-        lse = peak + jnp.log2(total)
-        weight = jnp.where(total > 0, 1.0 / total, 0.0)
+        peak, total, acc = _merged(shape, part_out, part_lse, first, last)
+        weight, lse = normalized(peak, total)
         if sinks is not None:
             sink = plgpu.load(sinks.at[0, lax.axis_index("head")], layout=BY_ROW, optimized=False)
-            weight = jnp.where(total > 0, weight / (1.0 + jnp.exp2(sink * LOG2E - lse)), 0.0)
+            weight = with_sink(weight, lse, sink)
         o = acc * lax.broadcast_in_dim(weight, size, [1])
         if shape.by_request:
-            store(o_s, o, interpret)
+            store(o_s, o)
         else:
-            store(transposed(o_s), o.astype(shape.out_dtype), interpret)
+            store(transposed(o_s), o.astype(shape.out_dtype))
         if merged_lse:
-            store(lse_s, lse, interpret)
+            store(lse_s, lse)
         plgpu.commit_smem()
         if merged_lse:
             target = merged_lse[0].at[request, lax.axis_index("head")]
@@ -151,9 +148,7 @@ def attending_rows(plan: DecodePlan, shape: DecodeShape, batch: PagedBatch) -> A
     return plan.requests[request, field.TILES] > 0
 
 
-def _merged(
-    shape: DecodeShape, part_out: Any, part_lse: Any, first: Any, last: Any, interpret: Interpreter | None
-) -> tuple[Any, Any, Any]:
+def _merged(shape: DecodeShape, part_out: Any, part_lse: Any, first: Any, last: Any) -> tuple[Any, Any, Any]:
     """Maximum, sum and output of a chunk over the parts of a request, as in the online softmax of decode."""
     head, rows = lax.axis_index("head"), pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
     size = (CHUNK, shape.columns)

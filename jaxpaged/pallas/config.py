@@ -6,13 +6,14 @@ from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.decode import DecodeShape
 from jaxpaged.pallas.dequantize import product_dtype
-from jaxpaged.pallas.prefill import PrefillShape
+from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape
 from jaxpaged.pallas.prefill_plan import PrefillTiling
 from jaxpaged.pallas.scores import changes_scores
 from jaxpaged.reference.attention import AttentionOptions
 
 SM_COUNT = 132
 """Streaming multiprocessors of an H100 or H200 (SXM)."""
+TILE_ROWS = 2 * WG_ROWS
 SMEM_BYTES = 232_448
 """Shared memory that a CTA may have."""
 _SMEM_OF_TWO = 96 * 1024
@@ -59,10 +60,8 @@ def prefill_config(
     num_tokens, num_heads, _ = query.shape
     group = num_heads // cache.num_kv_heads
     # A tile of one head holds 128 tokens: with fewer a request, tiles of all heads of a group waste less.
-    packed = 1 < group <= 16 and num_tokens < 96 * batch.num_reqs  # 8 tokens at least, and 128 rows
-    tokens = 128
-    while packed and tokens * group > 128 and tokens > 8:
-        tokens //= 2
+    packed = can_be_packed(group) and num_tokens < 96 * batch.num_reqs
+    tokens = packed_tokens(group) if packed else TILE_ROWS
     most_parts = (
         1
         if batch_invariant
@@ -91,6 +90,16 @@ def prefill_config(
     )
 
 
+def can_be_packed(group: int) -> bool:
+    """Whether tiles may hold all heads of a group, of 8 tokens at least."""
+    return 1 < group <= 16
+
+
+def packed_tokens(group: int) -> int:
+    """Tokens of a tile that holds all of a group's heads, up to 16: a power of two, and as many as its rows allow."""
+    return 1 << ((TILE_ROWS // group).bit_length() - 1)
+
+
 def _most_parts(most_tiles: int, heads: int) -> int:
     """Into how many parts tiles may be split: into any where there might be too few for all CTAs."""
     return min(16, -(-SM_COUNT // heads)) if most_tiles * heads < SM_COUNT else 1
@@ -98,11 +107,11 @@ def _most_parts(most_tiles: int, heads: int) -> int:
 
 def _prefill_memory(step: int, k_size: int, v_size: int, itemsize: int, out_itemsize: int) -> tuple[int, int, int]:
     """Slots for queries, for chunks of the output of a warpgroup, and of the ring: what fits, best first."""
-    rows, room = 128, SMEM_BYTES - 1024
+    room = SMEM_BYTES - 1024
     all_chunks = v_size * out_itemsize // 128
     per_stage = step * (k_size + v_size) * itemsize
     for q_stages, o_slots in ((2, all_chunks), (2, 2), (1, all_chunks), (1, 2), (1, 1)):
-        left = room - rows * (q_stages * k_size * itemsize + o_slots * 128)
+        left = room - TILE_ROWS * (q_stages * k_size * itemsize + o_slots * 128)
         if o_slots <= all_chunks and left >= 2 * per_stage:
             return q_stages, o_slots, min(4, left // per_stage)
     raise ValueError(f"head sizes {k_size} and {v_size} don't fit in shared memory")

@@ -30,15 +30,19 @@ from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, store
 from jaxpaged.pallas.paged_tiles import (
     CHUNK,
     PagedTiles,
+    Span,
+    Stream,
     chunk_slice,
+    iota,
+    load_tiles,
     padded_slice,
     split_views,
     swizzled,
     two_views,
 )
-from jaxpaged.pallas.ranges import attended_range
-from jaxpaged.pallas.scores import LOG2E, TilePlace, kept, log2_scores
-from jaxpaged.reference.attention import AttentionOptions
+from jaxpaged.pallas.ranges import Loop, leading_loops
+from jaxpaged.pallas.scores import TilePlace, kept, log2_scores, normalized, with_sink
+from jaxpaged.reference.attention import AttentionOptions, attended_range
 
 BY_ROW = plgpu.Layout.WGMMA.reduce(0)
 """How one number for each row of a request lies in registers."""
@@ -97,42 +101,42 @@ class DecodeShape:
 class Operands(NamedTuple):
     """References to global memory."""
 
-    requests: Any
-    shares: Any
-    table: Any
-    query: Any
-    key: Any
-    value: Any
-    factors: Any
-    v_factors: Any
-    k_scales: Any
-    v_scales: Any
-    slopes: Any
-    sinks: Any
-    out: Any
-    part_out: Any
-    part_lse: Any
-    whole_lse: Any
+    requests: Any = None
+    shares: Any = None
+    table: Any = None
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    factors: Any = None
+    v_factors: Any = None
+    k_scales: Any = None
+    v_scales: Any = None
+    slopes: Any = None
+    sinks: Any = None
+    out: Any = None
+    part_out: Any = None
+    part_lse: Any = None
+    whole_lse: Any = None
 
 
 class Memory(NamedTuple):
     """Shared memory and barriers of a CTA."""
 
-    q: Any
-    k: Any
-    v: Any
-    k_scales: Any
-    v_scales: Any
-    values: Any
-    p: Any
-    o: Any
-    lse: Any
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    k_scales: Any = None
+    v_scales: Any = None
+    values: Any = None
+    p: Any = None
+    o: Any = None
+    lse: Any = None
+    q_full: Any = None
+    q_empty: Any = None
+    k_full: Any = None
+    k_empty: Any = None
+    v_full: Any = None
+    v_empty: Any = None
 
 
 class Piece(NamedTuple):
@@ -228,11 +232,11 @@ def _allocate(
     shape: DecodeShape, options: AttentionOptions, interpret: Interpreter | None, names: Sequence[str], *refs: Any
 ) -> None:
     """Allocate shared memory and barriers, and start the two warpgroups."""
-    operands = Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(names, refs, strict=True))})
+    operands = Operands(**dict(zip(names, refs, strict=True)))
     keys, values = shape.tiles("key"), shape.tiles("value")
 
     def run(**refs: Any) -> None:
-        memory = Memory(**{**dict.fromkeys(Memory._fields), **refs})
+        memory = Memory(**refs)
         memory = memory._replace(
             q=split_views(memory.q, interpret),
             k=keys.views(memory.k, interpret),
@@ -306,44 +310,24 @@ def _for_each_piece(operands: Operands, body: Any) -> tuple[Any, Any]:
 
 
 def _load(shape: DecodeShape, operands: Operands, memory: Memory, interpret: Interpreter | None) -> None:
-    head = lax.axis_index("head")
-    streams = (
-        (shape.tiles("key"), operands.key, memory.k, memory.k_full, memory.k_empty, operands.k_scales, memory.k_scales),
-        (
-            shape.tiles("value"), _value_buffer(operands), memory.v, memory.v_full, memory.v_empty, operands.v_scales,
-            memory.v_scales,
-        ),
-    )  # fmt: skip
-    keys = streams[0][0]
+    value = operands.key if operands.value is None else operands.value
+    keys = Stream(
+        shape.tiles("key"), operands.key, memory.k, memory.k_full, memory.k_empty, operands.k_scales, memory.k_scales
+    )
+    values = Stream(
+        shape.tiles("value"), value, memory.v, memory.v_full, memory.v_empty, operands.v_scales, memory.v_scales
+    )
 
     def load_piece(piece: Piece, pieces: Any, tiles: Any) -> None:
         _load_query(shape, operands, memory, piece, pieces)
-        last_block = lax.div(jnp.maximum(piece.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
-
-        def blocks(i: Any) -> tuple[Any, ...]:
-            return keys.blocks(operands.table, piece.request, piece.first_tile + i, last_block)
-
-        def load_tile(i: Any, current: tuple[Any, ...]) -> tuple[Any, ...]:
-            following = blocks(i + 1)
-            slot = lax.rem(tiles + i, jnp.int32(shape.stages))
-            for stream, buffer, smem, full, empty, scales, scales_s in streams:
-                pl.when(tiles + i >= shape.stages)(functools.partial(plgpu.barrier_wait, empty.at[slot]))
-                stream.copy(buffer, smem, slot, current, piece.first_tile + i, head, full)
-                if scales is not None:
-                    stream.copy_scales(scales, scales_s, slot, current, piece.first_tile + i, full)
-            return following
-
-        lax.fori_loop(0, piece.count, load_tile, blocks(jnp.int32(0)))
+        span = Span(piece.request, piece.kv_len, lax.axis_index("head"), piece.first_tile, piece.count)
+        load_tiles((keys, values), operands.table, span, tiles)
 
     pieces, tiles = _for_each_piece(operands, load_piece)
     if interpret is not None:
         drain(memory.q_empty, pieces, 2)
         drain(memory.k_empty, tiles, shape.stages)
         drain(memory.v_empty, tiles, shape.stages)
-
-
-def _value_buffer(operands: Operands) -> Any:
-    return operands.key if operands.value is None else operands.value
 
 
 def _load_query(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, pieces: Any) -> None:
@@ -373,7 +357,7 @@ def _compute(
         for first, end, how in _loops(shape, options, piece):
             state = lax.fori_loop(first, end, functools.partial(step, **how), state)
         plgpu.barrier_arrive(memory.q_empty.at[q_slot])
-        _store(shape, operands, memory, piece, state, interpret)
+        _store(shape, operands, memory, piece, state)
 
     _for_each_piece(operands, attend)
     plgpu.wait_smem_to_gmem(0)
@@ -388,28 +372,12 @@ def _empty_state(shape: DecodeShape) -> Softmax:
     return Softmax(by_row(-jnp.inf), by_row(0.0), acc)
 
 
-def _loops(shape: DecodeShape, options: AttentionOptions, piece: Piece) -> list[tuple[Any, Any, dict[str, bool]]]:
+def _loops(shape: DecodeShape, options: AttentionOptions, piece: Piece) -> list[Loop]:
     """Ranges of a piece's tiles and how to treat each: masked or not, and with an eye to blocks out of range."""
     first_pos, last_pos = piece.kv_len - piece.q_len, piece.kv_len - 1
-    left, right = options.window
-    upper = jnp.minimum(piece.kv_len, first_pos + 1) if options.causal else piece.kv_len
-    if right is not None:
-        upper = jnp.minimum(upper, first_pos + right + 1)
     sound = jnp.where(piece.damaged != 0, 0, piece.count)
-    full_end = jnp.clip(lax.div(upper, jnp.int32(shape.tile)) - piece.first_tile, 0, sound)
-    full_first = jnp.int32(0)
-    if left is not None:
-        first_full = lax.div(jnp.maximum(last_pos - left, 0) + (shape.tile - 1), jnp.int32(shape.tile))
-        full_first = jnp.clip(first_full - piece.first_tile, 0, sound)
-        full_end = jnp.maximum(full_end, full_first)
-    if options.mask_mod is not None:
-        full_first = full_end = jnp.int32(0)
-    loops: list[tuple[Any, Any, dict[str, bool]]] = []
-    if left is not None and options.mask_mod is None:
-        loops.append((0, full_first, {"masked": True}))
-    if options.mask_mod is None:
-        loops.append((full_first, full_end, {}))
-    loops.append((full_end, sound, {"masked": True}))
+    loops, end = leading_loops(options, first_pos, last_pos, piece.kv_len, shape.tile, piece.first_tile, sound)
+    loops.append((end, sound, {"masked": True}))
     # A loop of its own: what it does takes registers, of which a thread may have 128 where two CTAs are to share an SM.
     loops.append((sound, piece.count, {"masked": True, "checked": True}))
     return loops
@@ -446,7 +414,7 @@ def _step(
 
     place = _place(shape, options, operands, piece, tile)
     s, factor = log2_scores(s, options, place)
-    readable = functools.partial(_readable_rows, shape, operands, piece, tile) if checked else None
+    readable = _readable(shape, operands, piece, tile) if checked else None
     if masked:
         keep = kept(options, place, piece.kv_len)
         if readable is not None:
@@ -509,7 +477,7 @@ def _dequantized_scores(shape: DecodeShape, operands: Operands, memory: Memory, 
 def _row_scales(scales: Any, slot: Any) -> Any:
     """The scale of each position of a tile for this CTA's kv head, [tile]."""
     by_head = plgpu.load(scales.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
-    mine = _iota(by_head.shape, 1) == jnp.full(by_head.shape, lax.axis_index("head"))
+    mine = iota(by_head.shape, 1) == jnp.full(by_head.shape, lax.axis_index("head"))
     return jnp.where(mine, by_head, 0.0).sum(axis=1)
 
 
@@ -527,23 +495,14 @@ def _dequantize_values(
     for c in range(shape.tiles("value").chunks):
         v = _widened(shape, memory.v, slot, c)
         if masked:
-            low, high = attended_range(options, piece.kv_len - piece.q_len, piece.kv_len - 1, piece.kv_len)
-            position = _iota(v.shape, 0) + tile * shape.tile
-            used = (position >= low) & (position < high)
-            if readable is not None:
-                used &= readable(v.shape)
-            v = jnp.where(used, v, jnp.zeros_like(v))
+            v = jnp.where(_used_values(shape, options, piece, tile, v.shape, readable), v, jnp.zeros_like(v))
         memory.values.at[:, pl.ds(c * CHUNK, CHUNK)][...] = v
-
-
-def _iota(shape: tuple[int, ...], axis: int) -> Any:
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
 def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, piece: Piece, tile: Any) -> TilePlace:
     size = (shape.tile, shape.columns)
-    row = _iota(size, 1)
-    kv_pos = _iota(size, 0) + tile * shape.tile
+    row = iota(size, 1)
+    kv_pos = iota(size, 0) + tile * shape.tile
     token = lax.div(row, jnp.full(size, shape.group, jnp.int32)) if shape.max_query_len > 1 else jnp.zeros_like(row)
     head = row - token * shape.group + lax.axis_index("head") * shape.group
     slope = None
@@ -554,55 +513,44 @@ def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, pi
     return TilePlace(piece.request, head, token + (piece.kv_len - piece.q_len), kv_pos, slope)
 
 
-def _readable_rows(shape: DecodeShape, operands: Operands, piece: Piece, tile: Any, size: tuple[int, int]) -> Any:
-    """For an array whose rows are a tile's positions, which of them lie in a block that exists."""
-    keys = shape.tiles("key")
-    last_block = lax.div(jnp.maximum(piece.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
-    position = _iota(size, 0)
-    missing = jnp.zeros(size, jnp.int32)
-    for j, block in enumerate(keys.blocks(operands.table, piece.request, tile, last_block)):
-        mine = (position >= j * keys.rows) & (position < (j + 1) * keys.rows)
-        missing = jnp.where(mine, jnp.full(size, jnp.where(keys.in_range(block), 0, 1)), missing)
-    return missing == 0
+def _readable(shape: DecodeShape, operands: Operands, piece: Piece, tile: Any) -> Any:
+    return functools.partial(shape.tiles("key").readable, operands.table, piece.request, tile, piece.kv_len, axis=0)
+
+
+def _used_values(
+    shape: DecodeShape, options: AttentionOptions, piece: Piece, tile: Any, size: tuple[int, ...], readable: Any
+) -> Any:
+    """For an array whose rows are a tile's positions, to which of them some row may attend."""
+    low, high = attended_range(options, piece.kv_len - piece.q_len, piece.kv_len - 1, piece.kv_len)
+    position = iota(size, 0) + tile * shape.tile
+    used = (position >= low) & (position < high)
+    return used if readable is None else used & readable(size)
 
 
 def _clear_unused_values(
     shape: DecodeShape, options: AttentionOptions, memory: Memory, piece: Piece, tile: Any, slot: Any, readable: Any
 ) -> None:
     """Values of positions that no row attends to may be anything, NaN too, and 0 * NaN is NaN: make them 0."""
-    low, high = attended_range(options, piece.kv_len - piece.q_len, piece.kv_len - 1, piece.kv_len)
     for part in shape.tiles("value").parts(memory.v, slot):
-        position = _iota(part.shape, 0) + tile * shape.tile
-        used = (position >= low) & (position < high)
-        if readable is not None:
-            used &= readable(part.shape)
+        used = _used_values(shape, options, piece, tile, part.shape, readable)
         v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
         part[...] = jnp.where(used, v, jnp.zeros_like(v))
 
 
-def _store(
-    shape: DecodeShape,
-    operands: Operands,
-    memory: Memory,
-    piece: Piece,
-    state: Softmax,
-    interpret: Interpreter | None,
-) -> None:
+def _store(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, state: Softmax) -> None:
     """Divide by the sums, and send a whole request's rows to the output, a part's to the workspace."""
     head, share = lax.axis_index("head"), lax.axis_index("share")
-    attended = state.total > 0
-    lse = jnp.where(attended, state.peak + jnp.log2(state.total), -jnp.inf)
-    weight = jnp.where(attended, 1.0 / state.total, 0.0)
+    weight, lse = normalized(state.peak, state.total)
     if operands.v_factors is not None:
         weight = weight * operands.v_factors[head]
     sizes = shape.tiles("value").part_sizes
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous piece has left shared memory
-    store(memory.lse, lse, interpret)
+    store(memory.lse, lse)
 
     def to_workspace(out: Any, lse: Any) -> None:
         for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True)):
             o = a * lax.broadcast_in_dim(weight, a.shape, [1])
-            store(memory.o[1].at[pl.ds(c * CHUNK, size), :], o, interpret)
+            store(memory.o[1].at[pl.ds(c * CHUNK, size), :], o)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(memory.lse, lse)
         plgpu.copy_smem_to_gmem(memory.o[1], out)
@@ -619,10 +567,10 @@ def _store(
         factor = weight
         if operands.sinks is not None:
             sink = plgpu.load(operands.sinks.at[0, head], layout=BY_ROW, optimized=False)
-            factor = jnp.where(attended, weight / (1.0 + jnp.exp2(sink * LOG2E - lse)), 0.0)
+            factor = with_sink(weight, lse, sink)
         for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True)):
             o = a * lax.broadcast_in_dim(factor, a.shape, [1])
-            store(transposed(memory.o[0].at[:, pl.ds(c * CHUNK, size)]), o.astype(shape.out_dtype), interpret)
+            store(transposed(memory.o[0].at[:, pl.ds(c * CHUNK, size)]), o.astype(shape.out_dtype))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(memory.lse, whole_lse)
         heads = pl.ds(head * shape.group, shape.group)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
-from jaxpaged.pallas.ranges import attended_range, damaged_requests
-from jaxpaged.reference.attention import AttentionOptions
+from jaxpaged.pallas.ranges import damaged_requests
+from jaxpaged.reference.attention import AttentionOptions, attended_range
 
 # Fields of a row of `DecodePlan.requests`.
 BEGIN, TILES, FIRST_TILE, KV_LEN, Q_START, Q_LEN, DAMAGED, FIRST_SHARE, LAST_SHARE = range(9)
@@ -58,7 +58,7 @@ def plan_decode(
     """
     starts = batch.query_start_loc
     q_len = starts[1:] - starts[:-1]
-    kv_len = jnp.minimum(batch.seq_lens, batch.max_blocks_per_req * cache.block_size)
+    kv_len = batch.kv_lens(cache.block_size)
     short = (q_len > 0) & (q_len <= max_query_len)
     low, high = attended_range(options, kv_len - q_len, kv_len - 1, kv_len)
     if skip is not None:

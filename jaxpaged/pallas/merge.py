@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.pallas.mosaic import Interpreter, kernel
-from jaxpaged.pallas.row_tiles import TMA_ALIGNMENT, TMA_BYTES, columns, load, pieces, rows_layout, rows_step, store
+from jaxpaged.pallas.mosaic import Interpreter, kernel, store
+from jaxpaged.pallas.row_tiles import TMA_ALIGNMENT, TMA_BYTES, columns, load, pieces, rows_layout, rows_step
 
 SMEM_BYTES = 220 * 1024
 MAX_WIDTH = 512

@@ -39,9 +39,9 @@ def kernel(body: Callable[..., None], *, interpret: Interpreter | None, **option
     return plgpu.kernel(body, interpret=interpret, **options)
 
 
-def store(ref: Any, value: Any, interpret: Interpreter | None) -> None:
+def store(ref: Any, value: Any) -> None:
     """Store registers to memory of any form, be it slowly: jax 0.12 refuses `ref[...] = value` if it is slow."""
-    if interpret is None and hasattr(plgpu, "store"):
+    if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value

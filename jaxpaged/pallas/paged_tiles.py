@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -54,6 +55,11 @@ class Views(NamedTuple):
 def split_views(ref: Any, interpret: Interpreter | None) -> Views:
     """The views of what `two_views` allocated."""
     return Views(ref, ref) if interpret is not None else Views(*ref)
+
+
+def iota(size: tuple[int, ...], axis: int) -> Any:
+    """Indices along an axis, as wgmma's results lie in registers."""
+    return plgpu.broadcasted_iota(jnp.int32, size, axis, layout=plgpu.Layout.WGMMA)
 
 
 def padded_slice(start: int, size: int, head_size: int) -> Any:
@@ -121,31 +127,39 @@ class PagedTiles:
         scales = self.tile // self.rows if with_scales else 0
         return plgpu.Barrier(num_arrivals=self.copies + scales, num_barriers=self.stages)
 
+    def last_block(self, kv_len: Any) -> Any:
+        """The logical block of a request's last position."""
+        return lax.div(jnp.maximum(kv_len, 1) - 1, jnp.int32(self.dims.block_size))
+
     def blocks(self, table: Any, request: Any, tile: Any, last_block: Any) -> tuple[Any, ...]:
         """The physical blocks of a tile's copies; past a request's last one that one again."""
         block_size = jnp.int32(self.dims.block_size)
         firsts = [tile * self.tile + j for j in range(0, self.tile, self.rows)]
         return tuple(table[request, jnp.minimum(lax.div(first, block_size), last_block)] for first in firsts)
 
-    def copy_scales(self, scales: Any, smem: Any, slot: Any, blocks: Any, tile: Any, barrier: Any) -> None:
-        """Start bringing the scales of a tile's rows, for all kv heads: those of one are too narrow for TMA."""
-        for j, block in enumerate(blocks):
-            block = jnp.clip(block, 0, self.dims.num_blocks - 1)
-            offset = lax.rem(tile * self.tile + j * self.rows, jnp.int32(self.dims.block_size))
-            source = scales.at[block, pl.ds(offset, self.rows), :]
-            plgpu.copy_gmem_to_smem(source, smem.at[slot, pl.ds(j * self.rows, self.rows), :], barrier.at[slot])
+    def readable(
+        self, table: Any, request: Any, tile: Any, kv_len: Any, size: tuple[int, ...], *, axis: int, first: int = 0
+    ) -> Any:
+        """For an array with a tile's positions from `first` on along an axis, which lie in a block that exists."""
+        position = iota(size, axis) + first
+        missing = jnp.zeros(size, jnp.int32)
+        for j, block in enumerate(self.blocks(table, request, tile, self.last_block(kv_len))):
+            mine = (position >= j * self.rows) & (position < (j + 1) * self.rows)
+            in_range = (block >= 0) & (block < self.dims.num_blocks)
+            missing = jnp.where(mine, jnp.full(size, jnp.where(in_range, 0, 1)), missing)
+        return missing == 0
 
-    def in_range(self, block: Any) -> Any:
-        return (block >= 0) & (block < self.dims.num_blocks)
+    def _copies(self, blocks: Any, tile: Any) -> Iterator[tuple[Any, Any, Any]]:
+        """Of each copy that fills a tile: the block, the rows in it, and those in the tile."""
+        for j, block in enumerate(blocks):
+            # Of a block out of range nothing shows, whatever is read.
+            known = jnp.clip(block, 0, self.dims.num_blocks - 1)
+            offset = lax.rem(tile * self.tile + j * self.rows, jnp.int32(self.dims.block_size))
+            yield known, pl.ds(offset, self.rows), pl.ds(j * self.rows, self.rows)
 
     def copy(self, buffer: Any, smem: Any, slot: Any, blocks: Any, tile: Any, head: Any, barrier: Any) -> None:
         """Start filling a slot of the ring with the rows of a tile."""
-        for j, block in enumerate(blocks):
-            block = jnp.clip(
-                block, 0, self.dims.num_blocks - 1
-            )  # of a block out of range nothing shows, whatever is read
-            offset = lax.rem(tile * self.tile + j * self.rows, jnp.int32(self.dims.block_size))
-            target, rows = pl.ds(j * self.rows, self.rows), pl.ds(offset, self.rows)
+        for block, rows, target in self._copies(blocks, tile):
             index = functools.partial(rows_index, self.layout, self.dims, self.which, block, rows, head)
             if self._whole:
                 plgpu.copy_gmem_to_smem(buffer.at[index()], smem.at[slot, target, :], barrier.at[slot])
@@ -153,6 +167,11 @@ class PagedTiles:
             for c in range(self.chunks):
                 part = buffer.at[index(chunk_slice(c, self.head_size))]
                 plgpu.copy_gmem_to_smem(part, smem.tma.at[slot * self.chunks + c, target, :], barrier.at[slot])
+
+    def copy_scales(self, scales: Any, smem: Any, slot: Any, blocks: Any, tile: Any, barrier: Any) -> None:
+        """Start bringing the scales of a tile's rows, for all kv heads: those of one are too narrow for TMA."""
+        for block, rows, target in self._copies(blocks, tile):
+            plgpu.copy_gmem_to_smem(scales.at[block, rows, :], smem.at[slot, target, :], barrier.at[slot])
 
     def chunk(self, smem: Any, slot: Any, c: int, rows: int | None = None) -> Any:
         """A chunk of a tile's first rows, [rows, CHUNK], as wgmma and registers see it."""
@@ -171,3 +190,50 @@ class PagedTiles:
         if self._whole:
             return [smem.at[slot, where, columns]]
         return [smem.tensor_core.at[slot * self.chunks + c, where, :] for c in range(self.chunks)]
+
+
+class Stream(NamedTuple):
+    """Keys or values on their way to shared memory, perhaps with scales per token and head."""
+
+    tiles: PagedTiles
+    buffer: Any
+    smem: Any
+    full: Any
+    empty: Any
+    scales: Any = None
+    scales_smem: Any = None
+
+
+class Span(NamedTuple):
+    """Consecutive tiles of a request and a kv head."""
+
+    request: Any
+    kv_len: Any
+    head: Any
+    first_tile: Any
+    count: Any
+
+
+def load_tiles(streams: Sequence[Stream], table: Any, span: Span, before: Any) -> None:
+    """Bring tiles of keys, values or both when there is room in the ring, in which `before` tiles were.
+
+    The blocks of a tile are looked up while the one before is on its way.
+    """
+    tiles = streams[0].tiles
+    last_block = tiles.last_block(span.kv_len)
+
+    def blocks(i: Any) -> tuple[Any, ...]:
+        return tiles.blocks(table, span.request, span.first_tile + i, last_block)
+
+    def load(i: Any, current: tuple[Any, ...]) -> tuple[Any, ...]:
+        following = blocks(i + 1)
+        slot = lax.rem(before + i, jnp.int32(tiles.stages))
+        for stream in streams:
+            pl.when(before + i >= tiles.stages)(functools.partial(plgpu.barrier_wait, stream.empty.at[slot]))
+            where = (slot, current, span.first_tile + i)
+            stream.tiles.copy(stream.buffer, stream.smem, *where, span.head, stream.full)
+            if stream.scales is not None:
+                stream.tiles.copy_scales(stream.scales, stream.scales_smem, *where, stream.full)
+        return following
+
+    lax.fori_loop(0, span.count, load, blocks(jnp.int32(0)))

@@ -23,11 +23,22 @@ from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import prefill_plan as field
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
 from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, store
-from jaxpaged.pallas.paged_tiles import CHUNK, PagedTiles, chunk_columns, chunk_slice, split_views, two_views
+from jaxpaged.pallas.paged_tiles import (
+    CHUNK,
+    PagedTiles,
+    Span,
+    Stream,
+    chunk_columns,
+    chunk_slice,
+    iota,
+    load_tiles,
+    split_views,
+    two_views,
+)
 from jaxpaged.pallas.prefill_plan import MOST_REQUESTS, PrefillPlan, PrefillTiling
-from jaxpaged.pallas.ranges import attended_range
-from jaxpaged.pallas.scores import LOG2E, TilePlace, kept, log2_scores
-from jaxpaged.reference.attention import AttentionOptions
+from jaxpaged.pallas.ranges import Loop, leading_loops
+from jaxpaged.pallas.scores import TilePlace, kept, log2_scores, normalized, with_sink
+from jaxpaged.reference.attention import AttentionOptions, attended_range
 
 WG_ROWS = 64
 """Rows of a warpgroup: what one wgmma computes."""
@@ -106,34 +117,34 @@ class PrefillShape:
 class Operands(NamedTuple):
     """References to global memory."""
 
-    work: Any
-    counts: Any
-    table: Any
-    query: Any
-    key: Any
-    value: Any
-    slopes: Any
-    sinks: Any
-    out: Any
-    lse: Any
-    part_out: Any
+    work: Any = None
+    counts: Any = None
+    table: Any = None
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    slopes: Any = None
+    sinks: Any = None
+    out: Any = None
+    lse: Any = None
+    part_out: Any = None
 
 
 class Memory(NamedTuple):
     """Shared memory and barriers of a CTA."""
 
-    q: Any
-    o: Any
-    lse: Any
-    k: Any
-    v: Any
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    turns: Any
+    q: Any = None
+    o: Any = None
+    lse: Any = None
+    k: Any = None
+    v: Any = None
+    q_full: Any = None
+    q_empty: Any = None
+    k_full: Any = None
+    k_empty: Any = None
+    v_full: Any = None
+    v_empty: Any = None
+    turns: Any = None
 
 
 class Item(NamedTuple):
@@ -217,11 +228,11 @@ def _allocate(
     shape: PrefillShape, options: AttentionOptions, interpret: Interpreter | None, names: Sequence[str], *refs: Any
 ) -> None:
     """Allocate shared memory and barriers, and start the three warpgroups."""
-    operands = Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(names, refs, strict=True))})
+    operands = Operands(**dict(zip(names, refs, strict=True)))
     keys, values = shape.tiles("key"), shape.tiles("value")
 
     def run(**refs: Any) -> None:
-        memory = Memory(**{**dict.fromkeys(Memory._fields), **refs})
+        memory = Memory(**refs)
         memory = memory._replace(
             q=split_views(memory.q, interpret),
             o=split_views(memory.o, interpret),
@@ -283,16 +294,6 @@ def _for_each_item(shape: PrefillShape, operands: Operands, body: Any) -> Any:
 # The warpgroup that loads.
 
 
-class Stream(NamedTuple):
-    """Keys or values on their way to shared memory."""
-
-    tiles: PagedTiles
-    buffer: Any
-    smem: Any
-    full: Any
-    empty: Any
-
-
 def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: Interpreter | None) -> None:
     plgpu.set_max_registers(shape.registers[1], action="decrease")
     value = operands.key if operands.value is None else operands.value
@@ -333,20 +334,8 @@ def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: In
 def _load_tiles(shape: PrefillShape, operands: Operands, streams: Sequence[Stream], item: Item, steps: Any) -> None:
     """Bring an item's keys, values or both, when there is room in the ring."""
     head = item.head if shape.tiling.packed else lax.div(item.head, jnp.int32(shape.group))
-    last_block = lax.div(jnp.maximum(item.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
-
-    def blocks(i: Any) -> tuple[Any, ...]:
-        return streams[0].tiles.blocks(operands.table, item.table_row, item.first_step + i, last_block)
-
-    def load_step(i: Any, current: tuple[Any, ...]) -> tuple[Any, ...]:
-        following = blocks(i + 1)
-        slot = lax.rem(steps + i, jnp.int32(shape.stages))
-        for stream in streams:
-            pl.when(steps + i >= shape.stages)(functools.partial(plgpu.barrier_wait, stream.empty.at[slot]))
-            stream.tiles.copy(stream.buffer, stream.smem, slot, current, item.first_step + i, head, stream.full)
-        return following
-
-    lax.fori_loop(0, item.steps, load_step, blocks(jnp.int32(0)))
+    span = Span(item.table_row, item.kv_len, head, item.first_step, item.steps)
+    load_tiles(streams, operands.table, span, steps)
 
 
 def _load_queries(shape: PrefillShape, operands: Operands, memory: Memory, item: Item, before: Any) -> None:
@@ -390,7 +379,7 @@ def _compute(
         state = _empty_state(shape)
         for first, end, how in _loops(shape, options, item):
             state = lax.fori_loop(first, end, functools.partial(step, **how), state)
-        _store(shape, operands, memory, item, k, state, interpret)
+        _store(shape, operands, memory, item, k, state)
 
     _for_each_item(shape, operands, attend)
     pl.when(wg == 0)(take_turn)
@@ -417,29 +406,15 @@ def _wg_first(shape: PrefillShape) -> Any:
     return lax.axis_index("wg") * WG_ROWS if shape.splits_tokens else jnp.int32(0)
 
 
-def _loops(shape: PrefillShape, options: AttentionOptions, item: Item) -> list[tuple[Any, Any, dict[str, Any]]]:
+def _loops(shape: PrefillShape, options: AttentionOptions, item: Item) -> list[Loop]:
     """Ranges of an item's steps and how to treat each: masked or not, and half."""
     size = jnp.int32(shape.tiling.step)
     first_pos = item.first_pos + _wg_first(shape)
     last_pos = first_pos + (shape.wg_tokens - 1)
-    left, right = options.window
-    upper = jnp.minimum(item.kv_len, first_pos + 1) if options.causal else item.kv_len
-    if right is not None:
-        upper = jnp.minimum(upper, first_pos + right + 1)
     most_full = jnp.where(item.damaged, 0, item.steps)
-    full_first = jnp.int32(0)
-    full_end = jnp.clip(lax.div(jnp.maximum(upper, 0), size) - item.first_step, 0, most_full)
-    if left is not None:
-        first_full = lax.div(jnp.maximum(last_pos - left, 0) + (size - 1), size)
-        full_first = jnp.clip(first_full - item.first_step, 0, most_full)
-        full_end = jnp.maximum(full_end, full_first)
-    loops: list[tuple[Any, Any, dict[str, Any]]] = []
-    if options.mask_mod is None:
-        if left is not None:
-            loops.append((0, full_first, {"masked": True}))
-        loops.append((full_first, full_end, {}))
-    else:
-        full_end = jnp.int32(0)
+    loops, full_end = leading_loops(
+        options, first_pos, last_pos, item.kv_len, shape.tiling.step, item.first_step, most_full
+    )
     masked_end = item.steps
     if shape.half_steps:
         rows = jnp.minimum(item.rows - _wg_first(shape), shape.wg_tokens)
@@ -490,8 +465,8 @@ def _step(
     if masked:
         s = jnp.where(kept(options, place, item.kv_len), s, -jnp.inf)
     if checked:
-        readable = functools.partial(_readable, shape, operands, item, item.first_step + i)
-        s = lax.cond(item.damaged, lambda s: jnp.where(readable(size, 1), s, -jnp.inf), lambda s: s, s)
+        readable = functools.partial(keys.readable, operands.table, item.table_row, item.first_step + i, item.kv_len)
+        s = lax.cond(item.damaged, lambda s: jnp.where(readable(size, axis=1), s, -jnp.inf), lambda s: s, s)
     peak = jnp.maximum(state.peak, s.max(axis=1) * factor)
     # A row may have nothing to attend to so far: then any finite shift gives exp2(-inf) = 0 where -inf would give NaN.
     shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked or options.score_mod is not None else peak
@@ -519,15 +494,11 @@ def _step(
     return Softmax(peak, total, acc)
 
 
-def _iota(size: tuple[int, int], axis: int) -> Any:
-    return plgpu.broadcasted_iota(jnp.int32, size, axis, layout=plgpu.Layout.WGMMA)
-
-
 def _place(shape: PrefillShape, operands: Operands, item: Item, first_pos: Any, size: tuple[int, int]) -> TilePlace:
-    row = _iota(size, 0)
+    row = iota(size, 0)
     token = row & (shape.wg_tokens - 1)
     q_pos = token + (item.first_pos + _wg_first(shape))
-    kv_pos = _iota(size, 1) + first_pos
+    kv_pos = iota(size, 1) + first_pos
     if not shape.tiling.packed or shape.splits_tokens:
         head = item.head if not shape.tiling.packed else item.head * shape.group
         slope = None if operands.slopes is None else operands.slopes[_slopes_row(operands, item), head]
@@ -559,21 +530,6 @@ def _of_head_slots(shape: PrefillShape, values: Any, item: Item, size: tuple[int
     return result
 
 
-def _readable(
-    shape: PrefillShape, operands: Operands, item: Item, step: Any, size: tuple[int, int], axis: int, first: int = 0
-) -> Any:
-    """For an array with a step's positions from `first` on along an axis, which of them lie in a block that exists."""
-    keys = shape.tiles("key")
-    last_block = lax.div(jnp.maximum(item.kv_len, 1) - 1, jnp.int32(shape.dims.block_size))
-    blocks = keys.blocks(operands.table, item.table_row, step, last_block)
-    position = _iota(size, axis) + first
-    missing = jnp.zeros(size, jnp.int32)
-    for j, block in enumerate(blocks):
-        mine = (position >= j * keys.rows) & (position < (j + 1) * keys.rows)
-        missing = jnp.where(mine, jnp.full(size, jnp.where(keys.in_range(block), 0, 1)), missing)
-    return missing == 0
-
-
 def _clear_unused_values(
     shape: PrefillShape,
     options: AttentionOptions,
@@ -593,13 +549,13 @@ def _clear_unused_values(
         part[...] = jnp.where(used, v, jnp.zeros_like(v))
 
     def clear_unreadable(part: Any, first: int) -> None:
-        clear(part, readable(part.shape, 0, first))
+        clear(part, readable(part.shape, axis=0, first=first))
 
     @pl.when(item.damaged | (first_pos < low) | (first_pos + shape.tiling.step > high))
     def _clear() -> None:
         for first in range(0, shape.tiling.step, WG_ROWS):
             for part in values.parts(memory.v, slot, WG_ROWS, first):
-                position = _iota(part.shape, 0) + (first_pos + first)
+                position = iota(part.shape, 0) + (first_pos + first)
                 clear(part, (position >= low) & (position < high))
                 if readable is not None:
                     pl.when(item.damaged)(functools.partial(clear_unreadable, part, first))
@@ -613,17 +569,14 @@ def _store(
     item: Item,
     k: Any,
     state: Softmax,
-    interpret: Interpreter | None,
 ) -> None:
     """Divide by the sums and send the rows that belong to the request to the output."""
-    attended = state.total > 0
-    weight = jnp.where(attended, 1.0 / state.total, 0.0)
-    lse = jnp.where(attended, state.peak + jnp.log2(state.total), -jnp.inf)
+    weight, lse = normalized(state.peak, state.total)
     if operands.sinks is not None:
-        weight = jnp.where(attended, weight / (1.0 + jnp.exp2(_sinks(shape, operands, item) * LOG2E - lse)), 0.0)
+        weight = with_sink(weight, lse, _sinks(shape, operands, item))
     out = [a * lax.broadcast_in_dim(weight, a.shape, [0]) for a in state.acc]
     if shape.in_parts:
-        _store_part(shape, operands, item, k, out, lse, interpret)
+        _store_part(shape, operands, item, k, out, lse)
         return
     for first in range(0, shape.o_chunks, shape.o_slots):
         chunks = range(first, min(first + shape.o_slots, shape.o_chunks))
@@ -637,7 +590,7 @@ def _store(
                     o = _chunk_of(out, c, shape.o_chunk).astype(shape.out_dtype)
                     memory.o.tensor_core.at[wg * shape.o_slots + slot][...] = o
                 if shape.return_lse and chunks[0] == 0:
-                    store(memory.lse[wg], lse, interpret)
+                    store(memory.lse[wg], lse)
                 plgpu.commit_smem()
                 if shape.return_lse and chunks[0] == 0:
                     tile = operands.work[lax.axis_index("cta"), k, field.TILE]
@@ -650,17 +603,15 @@ def _store(
                 lax.fori_loop(0, jnp.where(full, 0, rows), lambda t, _: send(t, 1), None)
 
 
-def _store_part(
-    shape: PrefillShape, operands: Operands, item: Item, k: Any, out: Sequence[Any], lse: Any, interpret: Any
-) -> None:
+def _store_part(shape: PrefillShape, operands: Operands, item: Item, k: Any, out: Sequence[Any], lse: Any) -> None:
     """Send all rows to the workspace, straight from registers."""
     part = operands.work[lax.axis_index("cta"), k, field.TILE]
     rows = pl.ds(lax.axis_index("wg") * WG_ROWS, WG_ROWS)
     first = 0
     for o in out:
-        store(operands.part_out.at[part, item.head, rows, pl.ds(first, o.shape[1])], o, interpret)
+        store(operands.part_out.at[part, item.head, rows, pl.ds(first, o.shape[1])], o)
         first += o.shape[1]
-    store(operands.lse.at[part, item.head, rows], lse, interpret)
+    store(operands.lse.at[part, item.head, rows], lse)
 
 
 def _chunk_of(parts: Sequence[Any], c: int, columns: int) -> Any:

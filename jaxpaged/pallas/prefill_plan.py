@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
-from jaxpaged.pallas.ranges import attended_range, damaged_requests
-from jaxpaged.reference.attention import AttentionOptions
+from jaxpaged.pallas.ranges import damaged_requests
+from jaxpaged.reference.attention import AttentionOptions, attended_range
 
 # Fields of an item of `PrefillPlan.work`.
 FIRST_ROW, ROWS, FIRST_POS, REQUEST, KV_LEN, HEAD, FIRST_STEP, STEPS, TILE = range(9)
@@ -103,7 +103,7 @@ def _tiles(
     cache: KVCache, batch: PagedBatch, options: AttentionOptions, tiling: PrefillTiling, num_tokens: int, shortest: int
 ) -> _Tiles:
     starts = batch.query_start_loc
-    kv_len = jnp.minimum(batch.seq_lens, batch.max_blocks_per_req * cache.block_size)
+    kv_len = batch.kv_lens(cache.block_size)
     damaged = damaged_requests(cache, batch, kv_len)
     # The rows of no request are those of one more, which has nothing to attend to.
     q_len = jnp.diff(starts, append=num_tokens)

@@ -64,14 +64,6 @@ def load(ref: Any, layout: Any) -> Any:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def store(ref: Any, value: Any) -> None:
-    """Registers to shared memory, also where banks conflict."""
-    if hasattr(plgpu, "store"):  # since jax 0.12, where a plain store refuses what 0.11 does anyway
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
-
-
 @dataclasses.dataclass(frozen=True)
 class RowTile:
     """Some tokens' keys or values: rows token by token, then head by head, of `width` elements each.

@@ -58,6 +58,17 @@ def _soft_cap(s: Any, cap: float) -> Any:
     return cap - (2 * cap) / (grown + 1.0)
 
 
+def normalized(peak: Any, total: Any) -> tuple[Any, Any]:
+    """From a row's maximum and sum of the softmax, in log 2: the weight of its output, and its lse."""
+    attended = total > 0
+    return jnp.where(attended, 1.0 / total, 0.0), jnp.where(attended, peak + jnp.log2(total), -jnp.inf)
+
+
+def with_sink(weight: Any, lse: Any, sink: Any) -> Any:
+    """The weight of a row's output when a sink takes part in the denominator."""
+    return jnp.where(lse > -jnp.inf, weight / (1.0 + jnp.exp2(sink * LOG2E - lse)), 0.0)
+
+
 def kept(options: AttentionOptions, place: TilePlace, kv_len: Any) -> Any:
     """Which scores of a tile take part."""
     left, right = options.window

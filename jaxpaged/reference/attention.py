@@ -59,8 +59,7 @@ def paged_attention(
 ) -> tuple[Any, Any]:
     """`jaxpaged.paged_attention` on checked arguments: the output and the lse."""
     capacity = batch.max_blocks_per_req * cache.block_size
-    kv_lens = jnp.minimum(batch.seq_lens, capacity)
-    source = PagedKV(cache, batch.block_table, kv_lens, fixed_chunk=batch_invariant)
+    source = PagedKV(cache, batch.block_table, batch.kv_lens(cache.block_size), fixed_chunk=batch_invariant)
     max_query_len = None if batch_invariant else batch.max_query_len
     empty = capacity == 0 or cache.num_blocks == 0
     return _attend(query, source, batch.query_start_loc, options, out_dtype, max_query_len, empty)
@@ -158,7 +157,7 @@ def _attend_tile(
 
     q = query[jnp.minimum(row, num_tokens - 1)].astype(jnp.float32) * options.scale
     q = q.reshape(tiles.tile_len, source.num_kv_heads, groups, head_size).transpose(1, 2, 0, 3)
-    low, high = _attended_range(options, q_pos[0], q_pos[0] + count - 1, kv_len)
+    low, high = attended_range(options, q_pos[0], q_pos[0] + count - 1, kv_len)
     state = _softmax_over_chunks(q, q_pos, source, request, options, low, high)
     o, row_lse = _finish(*state, options.sinks)
 
@@ -171,14 +170,16 @@ def _attend_tile(
     )
 
 
-def _attended_range(options: AttentionOptions, first_pos: Any, last_pos: Any, kv_len: Any) -> tuple[Any, Any]:
+def attended_range(options: AttentionOptions, first_pos: Any, last_pos: Any, kv_len: Any) -> tuple[Any, Any]:
     """Positions [low, high) outside of which no query at `first_pos` to `last_pos` attends."""
     left, right = options.window
-    low = jnp.int32(0) if left is None else jnp.maximum(first_pos - left, 0)
-    high = kv_len if right is None else jnp.minimum(kv_len, last_pos + right + 1)
+    low = jnp.zeros_like(kv_len) if left is None else jnp.maximum(first_pos - left, 0)
+    high = kv_len
+    if right is not None:
+        high = jnp.minimum(high, last_pos + right + 1)
     if options.causal:
         high = jnp.minimum(high, last_pos + 1)
-    return low, high
+    return low, jnp.maximum(high, low)
 
 
 def _softmax_over_chunks(
