@@ -31,7 +31,7 @@ def write_kv(cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, impleme
       value: [num_tokens, num_kv_heads, v_head_size], the dtype of `key`.
       slot_mapping: [num_slots] int32 or int64, `block * block_size + offset` for each token. Negative slots and slots
         past the cache are skipped. It may be longer or shorter than `key`: the first min of both are written. Of
-        tokens with the same slot one is kept.
+        tokens with the same slot the last is kept.
       implementation: "reference", "mosaic_gpu" (Hopper GPUs), or None for the best one.
 
     Raises:
@@ -67,7 +67,8 @@ def copy_blocks(cache: KVCache, src_to_dst: Any, *, implementation: str | None =
 
     Args:
       src_to_dst: [n, 2] int32 or int64 pairs of a source and a target block. All sources are read before any target is
-        written. Pairs with a block out of range are skipped. In NumPy or a list it needs less work and memory on a GPU.
+        written. Pairs with a block out of range are skipped; of pairs with the same target the last one counts. In
+        NumPy or a list it needs less work and memory on a GPU.
       implementation: "reference", "mosaic_gpu" (Hopper GPUs), or None for the best one.
     """
     _check_cache("cache", cache)
@@ -97,12 +98,14 @@ def swap_blocks(src: KVCache, dst: KVCache, src_to_dst: Any, *, implementation: 
             raise ValueError(f"dst: expected the {what} of src, {ours}, got {theirs}")
     pairs = _checked_pairs(src_to_dst)
     if is_concrete(src.key) and is_concrete(dst.key) and src.key.devices() != dst.key.devices():
+        pairs = np.asarray(pairs)
+        pairs = pairs[(pairs[:, 0] >= 0) & (pairs[:, 0] < src.num_blocks)]  # all that are staged exist there
         num_pairs = pairs.shape[0]
         staged = jax.device_put(_empty_like(src, num_pairs), src.key.sharding)
-        to_staged = np.stack([np.asarray(pairs)[:, 0], np.arange(num_pairs)], 1).astype(np.int32)
+        to_staged = np.stack([pairs[:, 0], np.arange(num_pairs)], 1).astype(np.int32)
         on_source = choose(None, (src,), lambda: _copy_refusal(src))
         src = jax.device_put(_copied(src, staged, to_staged, on_source), dst.key.sharding)
-        pairs = np.stack([np.arange(num_pairs), np.asarray(pairs)[:, 1]], 1).astype(np.int32)
+        pairs = np.stack([np.arange(num_pairs), pairs[:, 1]], 1).astype(np.int32)
     return _copied(src, dst, pairs, choose(implementation, (dst, pairs), lambda: _copy_refusal(dst)))
 
 

@@ -1,5 +1,9 @@
 """Writes, copies and reads of the cache, value by value, in every layout."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,3 +149,27 @@ def test_gather_kv_pads_and_gives_zeros_for_blocks_out_of_range():
     assert not keys[4:10].any()
     np.testing.assert_array_equal(values[10:14], value[4:8])
     assert not keys[14:].any()
+
+
+SWAP_BETWEEN_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np
+from jaxpaged import KVCache, swap_blocks
+
+def cache(number, device):
+    key, value = (jax.device_put(jnp.full((4, 8, 1, 16), number + i, jnp.float32), device) for i in range(2))
+    return KVCache.from_arrays(key, value)
+
+here, there = jax.devices()
+pairs = np.array([[0, 1], [-1, 2], [9, 3], [1, 0], [-1, 0], [2, 7]])
+for target in (here, there):
+    swapped = swap_blocks(cache(5, here), cache(7, target), pairs)
+    assert swapped.key.devices() == {target}
+    assert np.asarray(swapped.key)[:, 0, 0, 0].tolist() == [5, 5, 7, 7], swapped.key[:, 0, 0, 0]
+    assert np.asarray(swapped.value)[:, 0, 0, 0].tolist() == [6, 6, 8, 8]
+"""
+
+
+def test_swap_blocks_between_devices():
+    """A pair whose source does not exist writes nothing and hides no other pair, wherever the caches lie."""
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    subprocess.run([sys.executable, "-c", SWAP_BETWEEN_DEVICES], env={**os.environ, **flags}, check=True, timeout=300)

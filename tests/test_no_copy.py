@@ -62,9 +62,9 @@ def check_in_place(compiled, cache: KVCache) -> None:
     assert memory.temp_size_in_bytes < cache.key.nbytes / 4
 
 
-def new_tokens(dtype):
-    rows = jax.ShapeDtypeStruct((TOKENS, 2, 32), dtype)
-    return rows, rows, jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
+def new_tokens(dtype, tokens=TOKENS):
+    rows = jax.ShapeDtypeStruct((tokens, 2, 32), dtype)
+    return rows, rows, jax.ShapeDtypeStruct((tokens,), jnp.int32)
 
 
 @pytest.mark.parametrize("layout", _PRESETS)
@@ -73,6 +73,11 @@ def test_a_donated_write_is_in_place(layout, dtype, scales):
     cache = KVCache.zeros(256, 16, 2, 32, dtype, layout=layout, scales=scales)
     tokens = new_tokens("bfloat16" if cache.quantized else dtype)
     check_in_place(jax.jit(write_kv, donate_argnums=0).lower(cache, *tokens).compile(), cache)
+
+
+def test_a_donated_write_of_many_tokens_is_in_place():
+    cache = KVCache.zeros(2048, 16, 2, 32, "float32")
+    check_in_place(jax.jit(write_kv, donate_argnums=0).lower(cache, *new_tokens("float32", 2000)).compile(), cache)
 
 
 def test_an_undonated_write_is_seen_to_copy():

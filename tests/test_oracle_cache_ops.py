@@ -1,11 +1,16 @@
-"""Writes and copies of the cache, bit by bit against the oracle's, in every layout and dtype."""
+"""Writes and copies of the cache, bit by bit against the oracle's, in every layout and dtype.
 
+And in every order: XLA's scatter takes rows one after the other on a CPU, but in no order on a GPU.
+"""
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpaged import KVCache, copy_blocks, swap_blocks, write_kv
 from jaxpaged.metadata.kv_cache import CACHE_DTYPES, QUANTIZED_DTYPES
+from jaxpaged.metadata.slots import PAIRWISE_LIMIT
 from jaxpaged.testing import oracle
 from jaxpaged.testing.cases import LAYOUTS, Case, build, stored_as_bits
 
@@ -52,7 +57,7 @@ def test_write(layout, dtype, scales):
     rng = np.random.default_rng(1)
     tokens = len(inputs.slot_mapping)
     slots = inputs.slot_mapping.copy()
-    slots[[1, 5]] = -1, cache.num_slots
+    slots[[1, 5, 6]] = -1, cache.num_slots, slots[3]
     source = dtype if dtype in ("bfloat16", "float16") else "float32"
     new = [rng.standard_normal((tokens, 2, 16)).astype(source) for _ in range(2)]
     written = write_kv(cache, *(jnp.asarray(x) for x in new), slots)
@@ -69,7 +74,8 @@ def test_write(layout, dtype, scales):
 def test_copy_and_swap(layout, dtype, scales):
     _, cache = drawn(layout, dtype, scales)
     last = cache.num_blocks - 1
-    pairs = np.array([[0, 1], [1, 0], [2, last], [-1, 3], [3, cache.num_blocks], [cache.num_blocks, 4]], np.int32)
+    pairs = [[0, 1], [1, 0], [2, last], [-1, 3], [3, cache.num_blocks], [cache.num_blocks, 4], [3, last], [-1, last]]
+    pairs = np.array(pairs, np.int32)
     _, other = drawn(layout, dtype, scales)
     for which in ("key", "value"):
         before = logical(cache, which)
@@ -80,6 +86,94 @@ def test_copy_and_swap(layout, dtype, scales):
         scale = cache.scale(which)
         if scale is not None and scale.ndim == 3:
             same_bits(copy_blocks(cache, pairs).scale(which), oracle.copy_blocks(np.asarray(scale), pairs))
+
+
+def scattered(function, arguments, order_of):
+    """What a function returns, op by op, with the rows of each of its scatters in an order of our own.
+
+    Args:
+      order_of: from a number of rows to their order.
+    """
+    scatters = 0
+
+    def evaluate(jaxpr, consts, values):
+        nonlocal scatters
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
+        for eqn in jaxpr.eqns:
+            inputs = [x.val if hasattr(x, "val") else known[x] for x in eqn.invars]
+            if "jaxpr" in eqn.params:
+                inner = eqn.params["jaxpr"]
+                outputs = evaluate(inner.jaxpr, inner.consts, inputs)
+            else:
+                if eqn.primitive.name == "scatter":
+                    scatters += 1
+                    inputs = reordered(*inputs, **eqn.params)
+                outputs = eqn.primitive.bind(*inputs, **eqn.params)
+                outputs = outputs if eqn.primitive.multiple_results else [outputs]
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return [x.val if hasattr(x, "val") else known[x] for x in jaxpr.outvars]
+
+    def reordered(operand, indices, rows, *, dimension_numbers, unique_indices, **_):
+        assert indices.ndim == 2
+        if unique_indices:
+            assert len(np.unique(indices, axis=0)) == len(indices)
+        (axis,) = set(range(rows.ndim)) - set(dimension_numbers.update_window_dims)
+        order = order_of(len(indices))
+        return operand, indices[order], jnp.take(rows, order, axis)
+
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    leaves = evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
+    assert scatters
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def check_any_order(function, *arguments):
+    """The same bits in the order given, in reverse, and shuffled."""
+    expected = scattered(function, arguments, np.arange)
+    for order_of in (lambda n: np.arange(n)[::-1], np.random.default_rng(0).permutation):
+        jax.tree.map(same_bits, scattered(function, arguments, order_of), expected)
+    return expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("float8_e4m3fn", "head"), ("int8", "token_head")])
+def test_write_in_any_order(layout, dtype, scales):
+    """Of tokens with the same slot the last is kept."""
+    _, cache = drawn(layout, dtype, scales)
+    rng = np.random.default_rng(2)
+    key, value = rng.standard_normal((2, 3 * cache.num_slots, 2, 16)).astype("bfloat16")
+    slots = rng.integers(-3, cache.num_slots + 3, len(key)).astype(np.int32)
+    written = check_any_order(write_kv, cache, key, value, slots)
+    kept = [t for t, slot in enumerate(slots) if 0 <= slot < cache.num_slots and slot not in slots[t + 1 :]]
+    assert 0 < len(kept) < len(key) / 2
+    jax.tree.map(same_bits, written, scattered(write_kv, (cache, key[kept], value[kept], slots[kept]), np.arange))
+
+
+@pytest.mark.parametrize("tokens", [PAIRWISE_LIMIT, PAIRWISE_LIMIT + 1])
+@pytest.mark.parametrize("index", ["int32", "int64"])
+def test_write_of_many_tokens_in_any_order(tokens, index):
+    cache = KVCache.zeros(40, 4, 1, 8, "float32")
+    rng = np.random.default_rng(3)
+    key = rng.standard_normal((tokens, 1, 8)).astype("float32")
+    slots = rng.integers(-9, 169, tokens).astype(index)
+    slots[-1] = np.iinfo(index).min + 5  # with a low word of 5, if it has two
+    with jax.enable_x64(index == "int64"):
+        written = check_any_order(write_kv, cache, key, key, slots)
+    same_bits(written.key, oracle.write_kv(np.asarray(cache.key), None, key, slots, "float32")[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "scales"), [("float32", None), ("int8", "token_head")])
+def test_copy_and_swap_in_any_order(layout, dtype, scales):
+    """Of pairs with the same target the last one counts."""
+    _, cache = drawn(layout, dtype, scales)
+    pairs = np.random.default_rng(4).integers(-1, cache.num_blocks + 1, (4 * cache.num_blocks, 2)).astype(np.int32)
+    copied = check_any_order(copy_blocks, cache, pairs)
+    swapped = check_any_order(swap_blocks, cache, cache, pairs)
+    for which in ("key", "value"):
+        expected = oracle.copy_blocks(logical(cache, which), pairs)
+        same_bits(logical(copied, which), expected)
+        same_bits(logical(swapped, which), expected)
 
 
 def test_dequantize_undoes_quantize():

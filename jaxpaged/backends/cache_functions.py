@@ -76,7 +76,8 @@ def copy_blocks(
     Args:
       key_caches, value_caches: a tensor [num_blocks, ...] for each layer, of any strides.
       block_mapping: [n, 2] int32 or int64 pairs of a source and a target block. All sources of a cache are read before
-        its targets are written; pairs with a block out of range are skipped.
+        its targets are written; pairs with a block out of range are skipped; of pairs with the same target the last
+        one counts.
 
     Raises:
       NotImplementedError: tensors that are not on the CPU.

@@ -1,4 +1,4 @@
-"""Slot mappings: which cache slot each new token is written to."""
+"""Slot mappings: which cache slot each new token is written to, and which tokens are written at all."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +11,8 @@ from jaxpaged.metadata.checks import INT32_MAX, check_positive
 
 PAD_SLOT_ID = -1
 """The slot of a token that is not to be written."""
+PAIRWISE_LIMIT = 1024
+"""Most tokens that are compared with each other (one XLA fusion); more go through an array of every slot's token."""
 
 
 def request_ids(query_start_loc: Any, num_tokens: int) -> Any:
@@ -55,6 +57,29 @@ def slot_mapping_from_block_table(
     valid = (request < num_reqs) & (position >= 0) & (position < width * block_size)
     valid &= (block >= 0) & (block < INT32_MAX // block_size)  # a garbage block must not wrap around to a real slot
     return xp.where(valid, block * block_size + position % block_size, PAD_SLOT_ID).astype(xp.int32)
+
+
+def last_writes(slot_mapping: Any, num_slots: int) -> Any:
+    """The slots, without those out of range, and without those that a later token writes, too.
+
+    Kernels, and XLA's scatter on a GPU, write tokens at once and in no order: two of them in one slot would leave
+    either, or a mixture of both. So would two blocks copied to one, and so it serves for their targets, too.
+
+    Args:
+      slot_mapping: [n] int32 or int64.
+
+    Returns:
+      [n] int32, `PAD_SLOT_ID` for tokens that aren't written. XLA computes it once for all layers that get the same
+      slots.
+    """
+    tokens = jnp.arange(slot_mapping.shape[0], dtype=jnp.int32)
+    valid = (slot_mapping >= 0) & (slot_mapping < num_slots)
+    slots = jnp.where(valid, slot_mapping, PAD_SLOT_ID).astype(jnp.int32)
+    if slots.shape[0] <= PAIRWISE_LIMIT:
+        later = ((slots[:, None] == slots[None, :]) & (tokens[:, None] < tokens[None, :])).any(1)
+        return jnp.where(later, PAD_SLOT_ID, slots)
+    owner = jnp.zeros(num_slots, jnp.int32).at[jnp.where(valid, slots, num_slots)].max(tokens, mode="drop")
+    return jnp.where(valid & (owner[slots] == tokens), slots, PAD_SLOT_ID)
 
 
 def _namespace(*arrays: Any) -> Any:

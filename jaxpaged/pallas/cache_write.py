@@ -18,11 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.metadata.layout import Which
+from jaxpaged.metadata.slots import last_writes
 from jaxpaged.pallas.mosaic import Interpreter, kernel, store
 from jaxpaged.pallas.paged_rows import rows_index
 from jaxpaged.pallas.quantize import quantize, row_scale
 from jaxpaged.pallas.row_tiles import TMA_BOX, WARPS, RowTile, columns, load
-from jaxpaged.pallas.slots import last_writes
 
 SIDES: tuple[Which, Which] = ("key", "value")
 SMEM_BYTES = 220 * 1024

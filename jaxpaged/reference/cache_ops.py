@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.metadata.layout import Which
-from jaxpaged.metadata.slots import request_ids
+from jaxpaged.metadata.slots import last_writes, request_ids
 from jaxpaged.reference.quantize import quantize, row_scale
 from jaxpaged.reference.rows import cast_bits, dequantize, to_buffer_axes
 
@@ -15,20 +15,21 @@ from jaxpaged.reference.rows import cast_bits, dequantize, to_buffer_axes
 def write_kv(cache: KVCache, key: Any, value: Any, slot_mapping: Any) -> KVCache:
     """`jaxpaged.write_kv` on checked arguments."""
     num_tokens = min(key.shape[0], slot_mapping.shape[0])
-    slots = slot_mapping[:num_tokens]
-    valid = (slots >= 0) & (slots < cache.num_slots)
-    # An index past the end is dropped; the slot itself could wrap around as an index and hit a real row.
-    blocks = jnp.where(valid, slots // cache.block_size, cache.num_blocks).astype(jnp.int32)
-    offsets = jnp.where(valid, slots % cache.block_size, 0).astype(jnp.int32)
+    slots = last_writes(slot_mapping[:num_tokens], cache.num_slots)
+    written = slots >= 0
+    # A block past the end is dropped. No two indices are the same, those dropped included, and so XLA may be told: on a
+    # GPU it then writes without atomics.
+    blocks = jnp.where(written, slots // cache.block_size, cache.num_blocks)
+    offsets = jnp.where(written, slots % cache.block_size, jnp.arange(num_tokens, dtype=jnp.int32))
     rows: tuple[tuple[Which, Any], ...] = (("key", key[:num_tokens]), ("value", value[:num_tokens]))
     for which, x in rows:
         stored, new_scale = _stored(cache, which, x)
         index = cache.layout.index(which, cache.dims, blocks, offsets)
         buffer = cache.buffer(which)
         stored = to_buffer_axes(cast_bits(stored, buffer.dtype), cache, which)
-        cache = _with_buffer(cache, which, buffer.at[index].set(stored, mode="drop"))
+        cache = _with_buffer(cache, which, buffer.at[index].set(stored, mode="drop", unique_indices=True))
         if new_scale is not None:
-            scale = cache.scale(which).at[blocks, offsets].set(new_scale, mode="drop")
+            scale = cache.scale(which).at[blocks, offsets].set(new_scale, mode="drop", unique_indices=True)
             cache = dataclasses.replace(cache, **{f"{which[0]}_scale": scale})
     return cache
 
@@ -54,12 +55,14 @@ def _with_buffer(cache: KVCache, which: Which, buffer: Any) -> KVCache:
 def copy_blocks(source: KVCache, target: KVCache, src_to_dst: Any) -> KVCache:
     """`target` with its blocks `src_to_dst[:, 1]` set to the blocks `src_to_dst[:, 0]` of `source`, scales included.
 
-    All blocks are read before any is written. Pairs with an index out of range are skipped.
+    All blocks are read before any is written. Pairs with an index out of range are skipped; of pairs with the same
+    target the last one counts.
     """
     src, dst = src_to_dst[:, 0], src_to_dst[:, 1]
-    valid = (src >= 0) & (src < source.num_blocks) & (dst >= 0) & (dst < target.num_blocks)
-    src = jnp.where(valid, src, 0)
-    dst = jnp.where(valid, dst, target.num_blocks)
+    in_source = (src >= 0) & (src < source.num_blocks)
+    dst = last_writes(jnp.where(in_source, dst, -1), target.num_blocks)
+    src = jnp.where(dst >= 0, src, 0)
+    dst = jnp.where(dst >= 0, dst, target.num_blocks)
 
     def moved(old: Any, new: Any, axis: int) -> Any:
         lead = (slice(None),) * axis

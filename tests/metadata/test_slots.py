@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from jaxpaged.metadata.slots import (
     PAD_SLOT_ID,
+    PAIRWISE_LIMIT,
     compute_slot_mapping,
     compute_slot_mapping_start_idx,
     is_block_tables_empty,
+    last_writes,
     request_ids,
     slot_mapping_from_block_table,
 )
@@ -172,3 +174,16 @@ def test_errors_append_nothing():
     with pytest.raises(ValueError, match="block_size: expected a positive int, got 0"):
         compute_slot_mapping(False, slots, 4, 9, 0, 0, 0, {4: [1, 2]})
     assert slots == []
+
+
+@pytest.mark.parametrize("tokens", [PAIRWISE_LIMIT, PAIRWISE_LIMIT + 1])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_last_writes(tokens, dtype):
+    slots = np.random.default_rng(3).integers(-20, 700, tokens).astype(dtype)
+    slots[:2] = np.iinfo(dtype).max, np.iinfo(dtype).min
+    with jax.enable_x64(True):
+        got = np.asarray(last_writes(jnp.asarray(slots), 680))
+    last = {slot: token for token, slot in enumerate(slots.tolist())}
+    expected = [slot if 0 <= slot < 680 and last[slot] == token else -1 for token, slot in enumerate(slots.tolist())]
+    assert got.dtype == np.int32
+    assert got.tolist() == expected

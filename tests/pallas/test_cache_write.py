@@ -13,7 +13,6 @@ from jaxpaged.metadata.layout import _PRESETS
 from jaxpaged.pallas import cache_write
 from jaxpaged.pallas.cache_write import WriteTiles, write_rows
 from jaxpaged.pallas.mosaic import interpreter
-from jaxpaged.pallas.slots import PAIRWISE_LIMIT, last_writes
 from jaxpaged.testing import oracle
 
 LAYOUTS = [name for name in _PRESETS if name != "VLLM_V0"]
@@ -238,19 +237,6 @@ def test_nothing_outside_the_cache_is_written(kernels, dtype, scales):
     check(whole, dataclasses.replace(after, dims=whole.dims), rows, np.array([3, -1, -1, -1]))
     with pytest.raises(AssertionError):  # the guard band would show it
         check(whole, write_kv(whole, *rows, slots, implementation="mosaic_gpu"), rows, np.array([3, -1, -1, -1]))
-
-
-@pytest.mark.parametrize("tokens", [PAIRWISE_LIMIT, PAIRWISE_LIMIT + 1])
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_last_writes(tokens, dtype):
-    slots = np.random.default_rng(3).integers(-20, 700, tokens).astype(dtype)
-    slots[:3] = np.iinfo(dtype).max, np.iinfo(dtype).min, 0
-    with jax.enable_x64(True):
-        got = np.asarray(last_writes(jnp.asarray(slots), 680))
-    last = {slot: token for token, slot in enumerate(slots.tolist())}
-    expected = [slot if 0 <= slot < 680 and last[slot] == token else -1 for token, slot in enumerate(slots.tolist())]
-    assert got.dtype == np.int32
-    assert got.tolist() == expected
 
 
 @pytest.mark.gpu
