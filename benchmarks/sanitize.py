@@ -239,13 +239,20 @@ RUNS = [
     Run("racecheck", ("run",), False, "the suite"),
 ]
 
+TOOL_OPTIONS = {
+    # Errors that CUDA calls return, and that a program may expect, are not what is looked for.
+    "memcheck": ("--report-api-errors", "no"),
+    # Its default report, an analysis of the hazards, says nothing of the planted race.
+    "racecheck": ("--racecheck-report", "all", "--print-limit", "20"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a run came to.
 
     Attributes:
-      reported: errors or hazards; None where the tool gave no summary.
+      reported: errors, and warnings of racecheck; None where the tool gave no summary.
       finished: whether the program got to its end.
     """
 
@@ -265,9 +272,13 @@ class Outcome:
 
 
 def reported(output: str) -> int | None:
-    """How much a tool reported, by the last of its summaries; None when there is none."""
-    found = re.findall(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", output)
-    return sum(int(errors or hazards) for errors, hazards in found) if found else None
+    """Errors, and warnings of racecheck, by all of a tool's summaries; None when there is none.
+
+    Hazards that racecheck displays may be of severity INFO, and benign then: they don't count.
+    """
+    hazards = r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)"
+    found = re.findall(rf"ERROR SUMMARY: (\d+) error|{hazards}", output)
+    return sum(int(count) for counts in found for count in counts if count) if found else None
 
 
 def find_sanitizer() -> str:
@@ -283,9 +294,7 @@ def find_sanitizer() -> str:
 def execute(run: Run, sanitizer: str, logs: Path, timeout: float) -> Outcome:
     """Run it in a process of its own, with its output in a file."""
     log = logs / f"{run.tool}-{'-'.join(run.arguments)}.txt"
-    # Errors that CUDA calls return, and that a program may expect, are not what is looked for.
-    options = ["--report-api-errors", "no"] if run.tool == "memcheck" else []
-    command = [sanitizer, "--tool", run.tool, *options, sys.executable, __file__, *run.arguments]
+    command = [sanitizer, "--tool", run.tool, *TOOL_OPTIONS[run.tool], sys.executable, __file__, *run.arguments]
     start = time.perf_counter()
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)

@@ -51,6 +51,9 @@ def test_the_planted_write_lowers_for_cuda(sanitize: Any) -> None:
         ("========= Invalid __global__ write\n========= ERROR SUMMARY: 128 errors\n", 128),
         ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0),
         ("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n", 1),
+        ("========= RACECHECK SUMMARY: 100 hazards displayed (512 errors, 0 warnings)\n", 512),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n", 3),
+        ("========= RACECHECK SUMMARY: 20 hazards displayed (0 errors, 0 warnings)\n", 0),  # benign ones
         ("========= ERROR SUMMARY: 0 errors\n========= ERROR SUMMARY: 3 errors\n", 3),
         ("========= Error: Device not supported\n", None),
         ("", None),
@@ -80,14 +83,25 @@ def test_verdicts(sanitize: Any, reports: bool | None, reported: int | None, fin
     assert sanitize.Outcome(run, reported, finished, 0.0, Path()).ok == ok
 
 
-def test_a_run_under_a_tool(sanitize: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "summary"),
+    [
+        ("memcheck", "--report-api-errors no", "ERROR SUMMARY: 2 errors"),
+        (
+            "racecheck",
+            "--racecheck-report all --print-limit 20",
+            "RACECHECK SUMMARY: 1 hazard displayed (2 errors, 0 warnings)",
+        ),
+    ],
+)
+def test_a_run_under_a_tool(sanitize: Any, tmp_path: Path, name: str, options: str, summary: str) -> None:
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f'#!/bin/sh\necho "$@"\necho "{sanitize.DONE}"\necho "========= ERROR SUMMARY: 2 errors"\n')
+    tool.write_text(f'#!/bin/sh\necho "$@"\necho "{sanitize.DONE}"\necho "========= {summary}"\n')
     tool.chmod(0o755)
-    run = sanitize.Run("memcheck", ("plant", "far-write"), True, "")
+    run = sanitize.Run(name, ("plant", "far-write"), True, "")
     outcome = sanitize.execute(run, str(tool), tmp_path, 60)
     assert (outcome.reported, outcome.finished, outcome.ok) == (2, True, True)
-    assert "--tool memcheck --report-api-errors no" in outcome.log.read_text()
+    assert f"--tool {name} {options} {sys.executable}" in outcome.log.read_text()
     assert str(tmp_path) not in sanitize.document([outcome], str(tool)).split("| run |")[1]
     tool.write_text("#!/bin/sh\nsleep 60\n")
     outcome = sanitize.execute(run, str(tool), tmp_path, 0.2)
