@@ -97,7 +97,7 @@ def write_rows(
     names = [*read, "slots", *refs]
 
     def write_cache(*operands: Any, **scratch: Any) -> None:
-        _write_tile(tiles, cache, num_tokens, dict(zip(names, operands, strict=True)) | scratch)
+        _write_tile(tiles, cache, num_tokens, dict(zip(names, operands, strict=True)) | scratch, interpret)
 
     kernel(
         write_cache,
@@ -144,7 +144,9 @@ def tokens_of_a_cta(cache: KVCache, dtype: Any, num_tokens: int, config: WriteTi
     return tokens
 
 
-def _write_tile(tiles: list[RowTile], cache: KVCache, num_tokens: int, refs: dict[str, Any]) -> None:
+def _write_tile(
+    tiles: list[RowTile], cache: KVCache, num_tokens: int, refs: dict[str, Any], interpret: Interpreter | None
+) -> None:
     """The kernel: load, convert where needed, store each token."""
     first = lax.axis_index("tile") * tiles[0].tokens
 
@@ -160,7 +162,7 @@ def _write_tile(tiles: list[RowTile], cache: KVCache, num_tokens: int, refs: dic
     for tile in tiles:
         if tile.converted:
             plgpu.barrier_wait(refs[f"{tile.which}_barrier"])
-            _convert(tile, refs)
+            _convert(tile, refs, interpret)
     _store_scales(tiles, place, refs)
 
     @plgpu.warp_map
@@ -187,13 +189,13 @@ def _load(tile: RowTile, first: Any, refs: dict[str, Any]) -> None:
         )
 
 
-def _convert(tile: RowTile, refs: dict[str, Any]) -> None:
+def _convert(tile: RowTile, refs: dict[str, Any], interpret: Interpreter | None) -> None:
     """The rows as the cache stores them, and their scales where each row has its own."""
     pieces = [load(piece, tile.layout).astype(jnp.float32) for piece in refs[f"{tile.which}_in"]]
     scale = _scale(tile, pieces, refs)
     for piece, target in zip(pieces, refs[f"{tile.which}_out"], strict=True):
         floats = tile.stored == jnp.float32
-        store(target, piece if floats else quantize(piece, tile.stored, tile.kept_as, scale))
+        store(target, piece if floats else quantize(piece, tile.stored, tile.kept_as, scale, tile.layout, interpret))
     plgpu.commit_smem()
 
 

@@ -5,20 +5,24 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxpaged.pallas.fragments import divide
+from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.reference.quantize import largest
 
 
-def quantize(x: Any, dtype: Any, kept_as: Any, scale: Any) -> Any:
+def quantize(x: Any, dtype: Any, kept_as: Any, scale: Any, layout: Any, interpret: Interpreter | None) -> Any:
     """`x / scale` rounded to the nearest number of `dtype`, ties to even, saturated; NaN is 0 in int8.
 
     Args:
-      x: [rows, columns] float32.
+      x: [rows, columns] float32, in `layout`.
       kept_as: dtype of the result, which has the bits of `dtype`.
       scale: float32 scalar, [rows], or None for 1.
     """
     if scale is not None:
-        x = x / (lax.broadcast_in_dim(scale, x.shape, [0]) if scale.ndim else jnp.full(x.shape, scale))
+        scale = lax.broadcast_in_dim(scale, x.shape, [0]) if scale.ndim else jnp.full(x.shape, scale)
+        x = divide(x, plgpu.layout_cast(scale, layout), layout, interpret)
     limit = largest(dtype)
     if dtype == jnp.int8:
         x = jnp.where(x == x, x, 0.0)

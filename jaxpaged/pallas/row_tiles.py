@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -12,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.metadata.checks import INT32_MAX
 from jaxpaged.metadata.layout import Which
+from jaxpaged.pallas.fragments import tiled_layout
 
 TMA_BYTES = 16
 """TMA moves rows of a multiple of this."""
@@ -41,9 +41,7 @@ def rows_layout(width: int, itemsize: int) -> Any:
     step, vector = rows_step(width, itemsize), 16 // itemsize
     rows = step // WARPS
     columns = LANES // rows * vector
-    tiling = plgpu.Tiling(((step, columns), (rows, columns), (1, vector)))
-    layout = mgpu.TiledLayout(tiling, (-6,), (-4, -3), -1, _check_canonical=False).canonicalize()
-    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+    return tiled_layout(((step, columns), (rows, columns), (1, vector)), -6, (-4, -3))
 
 
 def columns(start: int, width: int, index: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import jax
 import pytest
 
 from jaxpaged.pallas.mosaic import interpreted
@@ -14,6 +15,8 @@ def kernels(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -
         request.getfixturevalue("hopper")
         yield
         return
+    if jax.default_backend() != "cpu":
+        pytest.skip("what the interpreter computes would be XLA's for the GPU, which divides otherwise")
     with interpreted():
         yield
     assert "RACE DETECTED" not in "".join(capfd.readouterr())  # jax 0.11 says so and goes on

@@ -1,0 +1,111 @@
+"""Steps on registers that Pallas has no operation for, in terms of Mosaic GPU's own fragments.
+
+Seen to work with jax 0.11.2 and 0.12.0.
+"""
+
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
+
+from jaxpaged.pallas.mosaic import Interpreter
+
+ROWS, COLUMNS = 64, 64
+"""Of an operand of wgmma that a warpgroup holds in registers: rows, and columns that lie together in shared memory."""
+
+
+def tiled_layout(tiling: tuple[tuple[int, ...], ...], warp: int, lanes: tuple[int, ...]) -> Any:
+    """A layout of registers whose last tile is a vector; `warp` and `lanes` are dimensions, from the end, of the tiled
+    array: which of them says the warp, and which the lane."""
+    layout = mgpu.TiledLayout(plgpu.Tiling(tiling), (warp,), lanes, -1, _check_canonical=False).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+BY_16_BYTES = tiled_layout(((ROWS, COLUMNS), (16, COLUMNS), (8, COLUMNS), (1, 16)), -8, (-4, -3))
+"""As wgmma wants the rows of its operand among threads, but each of the four threads of a row has 16 columns side by
+side: 8-bit numbers come in one load instead of eight."""
+
+
+def permuted_columns(x: Any) -> Any:
+    """`x` [.., n * COLUMNS] in the order of columns that `as_operand` leaves."""
+    split = x.reshape(*x.shape[:-1], -1, 4, 4, 2, 2)  # thread, step of 16 columns, half of the step, column
+    return jnp.moveaxis(split, -4, -2).reshape(x.shape)
+
+
+def as_operand(x: Any, interpret: Interpreter | None) -> Any:
+    """`x` [ROWS, COLUMNS] of 16 bits in `BY_16_BYTES` as wgmma takes it, with its columns as `permuted_columns`.
+
+    Nothing moves: columns are summed over, and so may come in any order that both operands share.
+    """
+    if interpret is not None:
+        return permuted_columns(x)
+
+    def reinterpret(_: Any, x: Any) -> Any:
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(x.shape), dtype=object)
+        by_row = registers.reshape(COLUMNS // 8, 2)  # columns by eights, rows g and g + 8
+        for half, wide in enumerate(x.registers.flat):
+            for i in range(COLUMNS // 8):
+                pair = ir.VectorType.get((2,), x.mlir_dtype)
+                by_row[i, half] = vector.extract_strided_slice(pair, wide, [2 * i], [2], [1])
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct((ROWS, COLUMNS), x.dtype, layout=plgpu.Layout.WGMMA)
+    return plgpu.inline_mgpu(arg_types=(BY_16_BYTES,), return_type=result)(reinterpret)(x)
+
+
+def divide(x: Any, y: Any, layout: Any, interpret: Interpreter | None) -> Any:
+    """`x / y` rounded as IEEE 754 says, float32 in `layout`.
+
+    What Mosaic makes of a plain division depends on settings of LLVM's that XLA changes for the whole process once it
+    has compiled something itself.
+    """
+    if interpret is not None:
+        return x / y
+
+    def exact(_: Any, x: Any, y: Any) -> Any:
+        registers = np.empty_like(x.registers)
+        for index, numerators in np.ndenumerate(x.registers):
+            registers[index] = _by_element(numerators, y.registers[index])
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout, layout), return_type=result)(exact)(x, y)
+
+
+def _by_element(x: Any, y: Any) -> Any:
+    """`div.rn.f32` of two vectors of registers."""
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    result = llvm.mlir_undef(x.type)
+    for i in range(ir.VectorType(x.type).shape[0]):
+        at = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, i)).result
+        quotient = llvm.inline_asm(
+            f32, [llvm.extractelement(v, at) for v in (x, y)], "div.rn.f32 $0, $1, $2;", "=f,f,f"
+        )
+        result = llvm.insertelement(result, quotient, at)
+    return result
+
+
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def column(ref: Any, index: Any, interpret: Interpreter | None) -> Any:
+    """Column `index` of `ref` [ROWS, n], numbers of 32 bits in shared memory, in `BY_ROW`."""
+    if interpret is not None:
+        return ref[...][:, index]
+
+    def gather(_: Any, ref: Any, index: Any) -> Any:
+        layout = mgpu.WGMMA_ROW_LAYOUT
+        registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)
+        where = arith.index_cast(ir.IndexType.get(), index.registers.item())
+        for at, (row,) in zip(np.ndindex(registers.shape), layout.thread_idxs((ROWS,)), strict=True):
+            number = memref.load(ref, [row, where])
+            registers[at] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct((ROWS,), ref.dtype, layout=BY_ROW)
+    arguments = (plgpu.RefType(), plgpu.Layout.WG_SPLAT)
+    return plgpu.inline_mgpu(arg_types=arguments, return_type=result)(gather)(ref, index)

@@ -1,0 +1,103 @@
+"""Steps on registers, by themselves, in small kernels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxpaged.pallas.fragments import BY_16_BYTES, BY_ROW, COLUMNS, ROWS, as_operand, column, divide, permuted_columns
+from jaxpaged.pallas.matmul import dot, transposed
+from jaxpaged.pallas.mosaic import interpreter, kernel
+from jaxpaged.pallas.paged_tiles import swizzled
+
+
+def in_kernel(body, out, *inputs, smem):
+    """`body(out ref, *refs to shared memory with the inputs)` in a kernel."""
+
+    def run(*refs):
+        given, result, (*copies, barrier) = refs[: len(inputs)], refs[len(inputs)], refs[len(inputs) + 1 :]
+        for source, target in zip(given, copies, strict=True):
+            plgpu.copy_gmem_to_smem(source, target, barrier)
+        plgpu.barrier_wait(barrier)
+        body(result, *copies)
+
+    scratch = [*smem, plgpu.Barrier(num_arrivals=len(inputs))]
+    call = kernel(run, interpret=interpreter(), out_type=out, grid=(1,), grid_names=("cta",), scratch_types=scratch)
+    return call(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("float8_e4m3fn", "float16"), ("float8_e5m2", "float16"), ("int8", "bfloat16")]
+)
+def test_products_with_eight_bit_numbers(kernels, stored, dtype):
+    rng, interpret = np.random.default_rng(0), interpreter()
+    a = jnp.asarray(rng.uniform(-100, 100, (ROWS, COLUMNS)), stored)
+    b = jnp.asarray(rng.standard_normal((8, COLUMNS)), dtype)
+
+    def body(out, a_ref, b_ref):
+        x = plgpu.load(a_ref, layout=BY_16_BYTES, optimized=False).astype(dtype)
+        out[...] = dot([(as_operand(x, interpret), transposed(b_ref))], (ROWS, 8), interpret)
+
+    smem = [
+        plgpu.SMEM(a.shape, a.dtype, transforms=swizzled(a.dtype, COLUMNS)),
+        plgpu.SMEM(b.shape, b.dtype, transforms=swizzled(b.dtype)),
+    ]
+    out = jax.ShapeDtypeStruct((ROWS, 8), jnp.float32)
+    got = in_kernel(body, out, a, permuted_columns(b), smem=smem)
+    expected = np.asarray(a).astype(np.float64) @ np.asarray(b).astype(np.float64).T
+    np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-5, atol=1e-3)
+
+
+def test_division_rounds_to_nearest(kernels):
+    """Among many quotients are such that division by a reciprocal, or an approximate one, rounds otherwise."""
+    rng, interpret = np.random.default_rng(0), interpreter()
+    x, y = (rng.uniform(0.01, 10, (ROWS, 128)).astype(np.float32) for _ in range(2))
+    x[0, 0], y[0, 0] = np.float32(np.float16(7.2)), np.float32(0.047363285)  # nearly 152: a tie between two float8
+    assert (x * (np.float32(1) / y) != x / y).any()
+    layout = plgpu.Layout.WG_STRIDED(x.shape, 4)
+
+    def body(out, x_ref, y_ref):
+        out[...] = divide(plgpu.load(x_ref, layout=layout), plgpu.load(y_ref, layout=layout), layout, interpret)
+
+    out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    got = in_kernel(body, out, x, y, smem=[plgpu.SMEM(x.shape, jnp.float32)] * 2)
+    np.testing.assert_array_equal(np.asarray(got), x / y)
+
+
+@pytest.mark.parametrize("index", [0, 5])
+def test_column(kernels, index):
+    interpret = interpreter()
+    x = np.random.default_rng(0).standard_normal((ROWS, 8)).astype(np.float32)
+
+    def body(out, x_ref):
+        which = lax.axis_index("cta") + index
+        along_rows = lax.broadcast_in_dim(column(x_ref, which, interpret), x.shape, [0])
+        out[...] = plgpu.layout_cast(along_rows, plgpu.Layout.WGMMA)
+
+    assert plgpu.Layout.WGMMA.reduce(1) == BY_ROW
+    out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    got = in_kernel(body, out, x, smem=[plgpu.SMEM(x.shape, jnp.float32)])
+    np.testing.assert_array_equal(np.asarray(got), np.broadcast_to(x[:, index : index + 1], x.shape))
+
+
+def test_lowers_for_cuda():
+    """Each of the above, as it is compiled."""
+    x = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.int8)
+    b = jax.ShapeDtypeStruct((8, COLUMNS), jnp.bfloat16)
+
+    def body(out, a_ref, b_ref):
+        a = as_operand(plgpu.load(a_ref, layout=BY_16_BYTES, optimized=False).astype(jnp.bfloat16), None)
+        s = dot([(a, transposed(b_ref))], (ROWS, 8), None)
+        out[...] = divide(s, plgpu.layout_cast(s + 1.0, plgpu.Layout.WGMMA), plgpu.Layout.WGMMA, None)
+
+    smem = [
+        plgpu.SMEM(x.shape, x.dtype, transforms=swizzled(x.dtype, COLUMNS)),
+        plgpu.SMEM(b.shape, b.dtype, transforms=swizzled(b.dtype)),
+    ]
+    call = functools.partial(in_kernel, body, jax.ShapeDtypeStruct((ROWS, 8), jnp.float32), smem=smem)
+    lowered = jax.jit(call).trace(x, b).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in lowered
