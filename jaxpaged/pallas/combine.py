@@ -17,13 +17,13 @@ from jaxpaged.pallas import decode_plan as field
 from jaxpaged.pallas.decode import BY_ROW, DecodeShape, per_column
 from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.matmul import transposed
-from jaxpaged.pallas.mosaic import Interpreter, kernel, store
+from jaxpaged.pallas.mosaic import Interpreter, kernel, store, wait_for_previous_kernel
 from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.prefill_rows import row_requests
 from jaxpaged.pallas.scores import normalized, with_sink
 
-AT_ONCE = 8
-"""Parts whose loads are in flight together."""
+MOST_AT_ONCE = 16
+"""Parts whose loads are in flight together, with 8 columns; with more they take more registers."""
 
 
 def combine(
@@ -53,7 +53,7 @@ def combine(
     heads, num_reqs = shape.dims.num_kv_heads, plan.requests.shape[0] - 1
     lse = [jax.ShapeDtypeStruct((num_reqs, heads, shape.columns), jnp.float32)] if return_lse else []
     results = kernel(
-        functools.partial(_combine, shape, columns is not None),
+        functools.partial(_combine, shape, columns is not None, interpret),
         out_type=lse,
         scratch_types=dict(
             o_s=plgpu.SMEM((CHUNK, shape.columns), jnp.float32)
@@ -72,7 +72,10 @@ def combine(
     return results[0] if return_lse else None
 
 
-def _combine(shape: DecodeShape, has_sinks: bool, *refs: Any, o_s: Any, lse_s: Any) -> None:
+def _combine(
+    shape: DecodeShape, has_sinks: bool, interpret: Interpreter | None, *refs: Any, o_s: Any, lse_s: Any
+) -> None:
+    wait_for_previous_kernel(interpret)
     requests, part_out, part_lse, *rest = refs
     sinks = rest.pop(0) if has_sinks else None
     out, *merged_lse = rest
@@ -152,6 +155,7 @@ def _merged(shape: DecodeShape, part_out: Any, part_lse: Any, first: Any, last: 
     """Maximum, sum and output of a chunk over the parts of a request, as in the online softmax of decode."""
     head, rows = lax.axis_index("head"), pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
     size = (CHUNK, shape.columns)
+    at_once = max(2, MOST_AT_ONCE * 8 // shape.columns)
 
     def load(share: Any) -> tuple[Any, Any]:
         # The request starts in its first share and goes on in the others; beyond the last the first part stands in.
@@ -164,7 +168,7 @@ def _merged(shape: DecodeShape, part_out: Any, part_lse: Any, first: Any, last: 
 
     def step(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         peak, total, acc = state
-        parts = [load(first + i * AT_ONCE + j) for j in range(AT_ONCE)]
+        parts = [load(first + i * at_once + j) for j in range(at_once)]
         new = functools.reduce(jnp.maximum, [lse for lse, _ in parts], peak)
         shift = jnp.where(new == -jnp.inf, 0.0, new)
         decay = jnp.exp2(peak - shift)
@@ -179,5 +183,5 @@ def _merged(shape: DecodeShape, part_out: Any, part_lse: Any, first: Any, last: 
 
     by_row = [plgpu.layout_cast(jnp.full((shape.columns,), x, jnp.float32), BY_ROW) for x in (-jnp.inf, 0.0)]
     acc = plgpu.layout_cast(jnp.zeros(size, jnp.float32), plgpu.Layout.WGMMA)
-    count = lax.div(last - first + AT_ONCE, jnp.int32(AT_ONCE))
+    count = lax.div(last - first + at_once, jnp.int32(at_once))
     return lax.fori_loop(0, count, step, (*by_row, acc))

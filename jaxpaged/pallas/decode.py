@@ -25,8 +25,9 @@ from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import decode_plan as field
 from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.dequantize import dequantization
+from jaxpaged.pallas.fragments import BY_16_BYTES, as_operand, column
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
-from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, store
+from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, let_next_kernel_start, store
 from jaxpaged.pallas.paged_tiles import (
     CHUNK,
     PagedTiles,
@@ -34,6 +35,7 @@ from jaxpaged.pallas.paged_tiles import (
     Stream,
     chunk_slice,
     iota,
+    iota_of_axis,
     load_tiles,
     padded_slice,
     split_views,
@@ -41,6 +43,7 @@ from jaxpaged.pallas.paged_tiles import (
     two_views,
 )
 from jaxpaged.pallas.ranges import Loop, leading_loops
+from jaxpaged.pallas.row_tiles import rows_layout
 from jaxpaged.pallas.scores import TilePlace, kept, log2_scores, normalized, with_sink
 from jaxpaged.reference.attention import AttentionOptions, attended_range
 
@@ -88,6 +91,12 @@ class DecodeShape:
 
     def tiles(self, which: Any) -> PagedTiles:
         return PagedTiles(which, self.layout, self.dims, self.buffer_dtype, self.tile, self.stages)
+
+    @property
+    def sums_late(self) -> bool:
+        """Whether each thread keeps sums of its own until a piece's end, which spares the threads a meeting in each
+        step but takes registers."""
+        return self.columns <= 16
 
     @property
     def quantized(self) -> bool:
@@ -154,7 +163,8 @@ class Piece(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Running maximum and sum of each row, and its output, transposed, by pieces of the head."""
+    """Running maximum and sum of each row, or a sum for each of its places in a tile, and its output, transposed, by
+    pieces of the head."""
 
     peak: Any
     total: Any
@@ -213,7 +223,7 @@ def decode(
         grid_names=("head", "share"),
         num_threads=2,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
         kernel_name="paged_decode",
     )(*given.values())
@@ -234,6 +244,8 @@ def _allocate(
     """Allocate shared memory and barriers, and start the two warpgroups."""
     operands = Operands(**dict(zip(names, refs, strict=True)))
     keys, values = shape.tiles("key"), shape.tiles("value")
+
+    let_next_kernel_start(interpret)
 
     def run(**refs: Any) -> None:
         memory = Memory(**refs)
@@ -318,16 +330,36 @@ def _load(shape: DecodeShape, operands: Operands, memory: Memory, interpret: Int
         shape.tiles("value"), value, memory.v, memory.v_full, memory.v_empty, operands.v_scales, memory.v_scales
     )
 
-    def load_piece(piece: Piece, pieces: Any, tiles: Any) -> None:
-        _load_query(shape, operands, memory, piece, pieces)
-        span = Span(piece.request, piece.kv_len, lax.axis_index("head"), piece.first_tile, piece.count)
-        load_tiles((keys, values), operands.table, span, tiles)
+    def load(*streams: Stream) -> None:
+        _for_each_piece(operands, lambda piece, pieces, tiles: _load_tiles(operands, streams, piece, tiles))
 
-    pieces, tiles = _for_each_piece(operands, load_piece)
-    if interpret is not None:
+    def load_queries() -> None:
+        _for_each_piece(operands, lambda piece, pieces, tiles: _load_query(shape, operands, memory, piece, pieces))
+
+    def load_in_turn() -> None:
+        def load_piece(piece: Piece, pieces: Any, tiles: Any) -> None:
+            _load_query(shape, operands, memory, piece, pieces)
+            _load_tiles(operands, (keys, values), piece, tiles)
+
+        pieces, tiles = _for_each_piece(operands, load_piece)
         drain(memory.q_empty, pieces, 2)
         drain(memory.k_empty, tiles, shape.stages)
         drain(memory.v_empty, tiles, shape.stages)
+
+    if interpret is not None:  # it runs warps one after the other
+        load_in_turn()
+        return
+
+    @plgpu.warp_map
+    def _(warp: Any) -> None:
+        pl.when(warp == 0)(lambda: load(keys))
+        pl.when(warp == 1)(lambda: load(values))
+        pl.when(warp == 2)(load_queries)
+
+
+def _load_tiles(operands: Operands, streams: Sequence[Stream], piece: Piece, tiles: Any) -> None:
+    span = Span(piece.request, piece.kv_len, lax.axis_index("head"), piece.first_tile, piece.count)
+    load_tiles(streams, operands.table, span, tiles)
 
 
 def _load_query(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, pieces: Any) -> None:
@@ -352,7 +384,8 @@ def _compute(
     def attend(piece: Piece, pieces: Any, tiles: Any) -> None:
         q_slot = lax.rem(pieces, jnp.int32(2))
         plgpu.barrier_wait(memory.q_full.at[q_slot])
-        step = functools.partial(_step, shape, options, operands, memory, interpret, piece, q_slot, tiles)
+        factors = _factors(operands, piece) if shape.quantized else None
+        step = functools.partial(_step, shape, options, operands, memory, interpret, piece, q_slot, factors, tiles)
         state = _empty_state(shape)
         for first, end, how in _loops(shape, options, piece):
             state = lax.fori_loop(first, end, functools.partial(step, **how), state)
@@ -369,7 +402,10 @@ def _empty_state(shape: DecodeShape) -> Softmax:
 
     sizes = shape.tiles("value").part_sizes
     acc = tuple(plgpu.layout_cast(jnp.zeros((n, shape.columns), jnp.float32), plgpu.Layout.WGMMA) for n in sizes)
-    return Softmax(by_row(-jnp.inf), by_row(0.0), acc)
+    if not shape.sums_late:
+        return Softmax(by_row(-jnp.inf), by_row(0.0), acc)
+    sums = plgpu.layout_cast(jnp.zeros((shape.tile, shape.columns), jnp.float32), plgpu.Layout.WGMMA)
+    return Softmax(by_row(-jnp.inf), sums, acc)
 
 
 def _loops(shape: DecodeShape, options: AttentionOptions, piece: Piece) -> list[Loop]:
@@ -391,6 +427,7 @@ def _step(
     interpret: Interpreter | None,
     piece: Piece,
     q_slot: Any,
+    factors: Any,
     tiles: Any,
     i: Any,
     state: Softmax,
@@ -405,8 +442,10 @@ def _step(
     plgpu.barrier_wait(memory.k_full.at[slot])
     queries = [transposed(memory.q.tensor_core.at[q_slot * keys.chunks + c]) for c in range(keys.chunks)]
     if shape.quantized:
-        s = _quantized_products(shape, memory, slot, queries, interpret)
-        s = _dequantized_scores(shape, operands, memory, piece, slot, s)
+        s = _quantized_products(shape, memory, slot, queries, interpret, at_once=not masked)
+        s = s * lax.broadcast_in_dim(factors, s.shape, [1])
+        if memory.k_scales is not None:
+            s = s * _row_scales(memory.k_scales, slot, s.shape, interpret)
     else:
         chunks = [(keys.chunk(memory.k, slot, c), q) for c, q in enumerate(queries)]
         s = dot(chunks, (shape.tile, shape.columns), interpret)
@@ -425,11 +464,14 @@ def _step(
     shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked or options.score_mod is not None else peak
     p = jnp.exp2(s * factor - lax.broadcast_in_dim(shift, s.shape, [1]))
     decay = jnp.exp2(state.peak - shift)
-    total = state.total * decay + p.sum(axis=0)
+    if shape.sums_late:
+        total = state.total * lax.broadcast_in_dim(decay, p.shape, [1]) + p
+    else:
+        total = state.total * decay + p.sum(axis=0)
     acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [1]) for a in state.acc)
     plgpu.barrier_wait(memory.v_full.at[slot])
     if memory.v_scales is not None:
-        p *= lax.broadcast_in_dim(_row_scales(memory.v_scales, slot), p.shape, [0])
+        p *= _row_scales(memory.v_scales, slot, p.shape, interpret)
         p = jnp.where(s == -jnp.inf, 0.0, p)  # a scale that nothing wrote may be NaN
     transposed(memory.p)[...] = p.astype(shape.dtype)
     if shape.quantized:
@@ -447,38 +489,44 @@ def _step(
 
 
 def _quantized_products(
-    shape: DecodeShape, memory: Memory, slot: Any, queries: Sequence[Any], interpret: Interpreter | None
+    shape: DecodeShape,
+    memory: Memory,
+    slot: Any,
+    queries: Sequence[Any],
+    interpret: Interpreter | None,
+    *,
+    at_once: bool,
 ) -> Any:
-    """Products with 8-bit keys, a chunk at a time: widened keys take registers."""
-    s = dot([(_widened(shape, memory.k, slot, 0), queries[0])], (shape.tile, shape.columns), interpret)
+    """Products with 8-bit keys, of all chunks at once or of one after the other: widened keys take registers."""
+
+    def keys(c: int) -> Any:
+        return as_operand(_widened(shape, memory.k, slot, c, BY_16_BYTES), interpret)
+
+    if at_once:
+        return dot([(keys(c), q) for c, q in enumerate(queries)], (shape.tile, shape.columns), interpret)
+    s = dot([(keys(0), queries[0])], (shape.tile, shape.columns), interpret)
     for c, q in enumerate(queries[1:], start=1):
-        (s,) = dot_onto([s], _widened(shape, memory.k, slot, c), [q], interpret)
+        (s,) = dot_onto([s], keys(c), [q], interpret)
     return s
 
 
-def _widened(shape: DecodeShape, smem: Any, slot: Any, c: int) -> Any:
+def _widened(shape: DecodeShape, smem: Any, slot: Any, c: int, layout: Any) -> Any:
     """A chunk of 8-bit numbers in registers, in the type of the products, which holds each of them exactly."""
-    # Loaded as it is multiplied: four numbers side by side in a thread, then moved, measured 10% slower.
-    x = smem.at[slot, :, pl.ds(c * CHUNK, CHUNK)][...]
+    x = plgpu.load(smem.at[slot, :, pl.ds(c * CHUNK, CHUNK)], layout=layout, optimized=False)
     if x.dtype != shape.cache_dtype:
         x = lax.bitcast_convert_type(x, shape.cache_dtype)
-    return plgpu.layout_cast(x.astype(shape.dtype), plgpu.Layout.WGMMA)
+    return x.astype(shape.dtype)
 
 
-def _dequantized_scores(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, slot: Any, s: Any) -> Any:
+def _factors(operands: Operands, piece: Piece) -> Any:
+    """What makes scores of a request's products with 8-bit keys."""
     request = piece.request if operands.factors.shape[0] > 1 else 0
-    factors = plgpu.load(operands.factors.at[request, lax.axis_index("head")], layout=BY_ROW, optimized=False)
-    s = s * lax.broadcast_in_dim(factors, s.shape, [1])
-    if memory.k_scales is not None:
-        s = s * lax.broadcast_in_dim(_row_scales(memory.k_scales, slot), s.shape, [0])
-    return s
+    return plgpu.load(operands.factors.at[request, lax.axis_index("head")], layout=BY_ROW, optimized=False)
 
 
-def _row_scales(scales: Any, slot: Any) -> Any:
-    """The scale of each position of a tile for this CTA's kv head, [tile]."""
-    by_head = plgpu.load(scales.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
-    mine = iota(by_head.shape, 1) == jnp.full(by_head.shape, lax.axis_index("head"))
-    return jnp.where(mine, by_head, 0.0).sum(axis=1)
+def _row_scales(scales: Any, slot: Any, size: tuple[int, ...], interpret: Interpreter | None) -> Any:
+    """The scale of each position of a tile for this CTA's kv head, along the first axis of an array."""
+    return lax.broadcast_in_dim(column(scales.at[slot], lax.axis_index("head"), interpret), size, [0])
 
 
 def _dequantize_values(
@@ -492,11 +540,13 @@ def _dequantize_values(
     readable: Any,
 ) -> None:
     """Put a tile's values into `memory.values` in the type of the products, with 0 where no row attends."""
+    layout = rows_layout(CHUNK, shape.dtype.itemsize)
     for c in range(shape.tiles("value").chunks):
-        v = _widened(shape, memory.v, slot, c)
+        v = _widened(shape, memory.v, slot, c, layout)
         if masked:
-            v = jnp.where(_used_values(shape, options, piece, tile, v.shape, readable), v, jnp.zeros_like(v))
-        memory.values.at[:, pl.ds(c * CHUNK, CHUNK)][...] = v
+            used = _used_values(shape, options, piece, tile, v.shape, readable, layout)
+            v = jnp.where(used, v, jnp.zeros_like(v))
+        store(memory.values.at[:, pl.ds(c * CHUNK, CHUNK)], v)
 
 
 def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, piece: Piece, tile: Any) -> TilePlace:
@@ -518,29 +568,37 @@ def _readable(shape: DecodeShape, operands: Operands, piece: Piece, tile: Any) -
 
 
 def _used_values(
-    shape: DecodeShape, options: AttentionOptions, piece: Piece, tile: Any, size: tuple[int, ...], readable: Any
+    shape: DecodeShape,
+    options: AttentionOptions,
+    piece: Piece,
+    tile: Any,
+    size: tuple[int, ...],
+    readable: Any,
+    layout: Any = plgpu.Layout.WGMMA,
 ) -> Any:
     """For an array whose rows are a tile's positions, to which of them some row may attend."""
     low, high = attended_range(options, piece.kv_len - piece.q_len, piece.kv_len - 1, piece.kv_len)
-    position = iota(size, 0) + tile * shape.tile
+    position = iota_of_axis(size, 0, layout) + tile * shape.tile
     used = (position >= low) & (position < high)
-    return used if readable is None else used & readable(size)
+    return used if readable is None else used & readable(size, layout=layout)
 
 
 def _clear_unused_values(
     shape: DecodeShape, options: AttentionOptions, memory: Memory, piece: Piece, tile: Any, slot: Any, readable: Any
 ) -> None:
     """Values of positions that no row attends to may be anything, NaN too, and 0 * NaN is NaN: make them 0."""
-    for part in shape.tiles("value").parts(memory.v, slot):
-        used = _used_values(shape, options, piece, tile, part.shape, readable)
-        v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-        part[...] = jnp.where(used, v, jnp.zeros_like(v))
+    values = shape.tiles("value")
+    for c in range(values.chunks):
+        chunk = values.chunk(memory.v, slot, c)
+        v = plgpu.load(chunk, layout=plgpu.Layout.WGMMA)
+        used = _used_values(shape, options, piece, tile, v.shape, readable)
+        chunk[...] = jnp.where(used, v, jnp.zeros_like(v))
 
 
 def _store(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, state: Softmax) -> None:
     """Divide by the sums, and send a whole request's rows to the output, a part's to the workspace."""
     head, share = lax.axis_index("head"), lax.axis_index("share")
-    weight, lse = normalized(state.peak, state.total)
+    weight, lse = normalized(state.peak, state.total.sum(axis=0) if shape.sums_late else state.total)
     if operands.v_factors is not None:
         weight = weight * operands.v_factors[head]
     sizes = shape.tiles("value").part_sizes

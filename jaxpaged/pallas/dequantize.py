@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged.metadata.kv_cache import FLOAT8_DTYPES, KVCache
+from jaxpaged.pallas.fragments import permuted_columns
 
 
 class Dequantization(NamedTuple):
@@ -44,7 +45,8 @@ def scale_refusal(query_dtype: Any, cache: KVCache) -> str | None:
 
 
 def dequantization(query: Any, cache: KVCache, q_start: Any, shape: Any) -> tuple[Any, Dequantization]:
-    """The query in the type of the products, and the factors to undo its scaling and the cache's.
+    """The query in the type of the products and in the order of `as_operand`, and the factors to undo its scaling and
+    the cache's.
 
     Args:
       q_start: [num_reqs] int32, the first row of each request.
@@ -67,4 +69,5 @@ def dequantization(query: Any, cache: KVCache, q_start: Any, shape: Any) -> tupl
         factors = by_row_unit.swapaxes(1, 2).reshape(-1, heads[0], shape.rows)
         factors = jnp.pad(factors, [(0, 0), (0, 0), (0, shape.columns - shape.rows)])
     scales = (cache.k_scale, cache.v_scale) if by_row else (None, None)
-    return lax.convert_element_type(query, shape.dtype), Dequantization(factors, v_factor, *scales)
+    query = permuted_columns(lax.convert_element_type(query, shape.dtype))
+    return query, Dequantization(factors, v_factor, *scales)

@@ -47,6 +47,19 @@ def store(ref: Any, value: Any) -> None:
         ref[...] = value
 
 
+def let_next_kernel_start(interpret: Interpreter | None) -> None:
+    """The next kernel of the stream may be launched when all CTAs have come here: its CTAs take the place of those that
+    end, and wait for the rest in `wait_for_previous_kernel` (CUDA's programmatic dependent launch)."""
+    if interpret is None:
+        plgpu.griddepcontrol_launch_dependents()
+
+
+def wait_for_previous_kernel(interpret: Interpreter | None) -> None:
+    """Wait until the kernel before this one has ended and its writes can be seen."""
+    if interpret is None:
+        plgpu.griddepcontrol_wait()
+
+
 def drain(barriers: Any, total: Any, stages: int) -> None:
     """Observe the last phases of a ring of barriers, of which `total` were completed: the interpreter insists on it."""
 

@@ -62,6 +62,13 @@ def iota(size: tuple[int, ...], axis: int) -> Any:
     return plgpu.broadcasted_iota(jnp.int32, size, axis, layout=plgpu.Layout.WGMMA)
 
 
+def iota_of_axis(size: tuple[int, ...], axis: int, layout: Any) -> Any:
+    """Indices along an axis of a matrix in `layout`, made for the one axis: what is computed of them is not computed,
+    and kept in registers, for each place along the other."""
+    along = plgpu.broadcasted_iota(jnp.int32, (size[axis],), 0, layout=layout.reduce(1 - axis))
+    return plgpu.layout_cast(lax.broadcast_in_dim(along, size, [axis]), layout)
+
+
 def padded_slice(start: int, size: int, head_size: int) -> Any:
     """Columns of a head in global memory, perhaps past its end: TMA reads zeros and writes nothing there."""
     if start + size <= head_size:
@@ -138,10 +145,19 @@ class PagedTiles:
         return tuple(table[request, jnp.minimum(lax.div(first, block_size), last_block)] for first in firsts)
 
     def readable(
-        self, table: Any, request: Any, tile: Any, kv_len: Any, size: tuple[int, ...], *, axis: int, first: int = 0
+        self,
+        table: Any,
+        request: Any,
+        tile: Any,
+        kv_len: Any,
+        size: tuple[int, ...],
+        *,
+        axis: int,
+        first: int = 0,
+        layout: Any = plgpu.Layout.WGMMA,
     ) -> Any:
         """For an array with a tile's positions from `first` on along an axis, which lie in a block that exists."""
-        position = iota(size, axis) + first
+        position = iota_of_axis(size, axis, layout) + first
         missing = jnp.zeros(size, jnp.int32)
         for j, block in enumerate(self.blocks(table, request, tile, self.last_block(kv_len))):
             mine = (position >= j * self.rows) & (position < (j + 1) * self.rows)
