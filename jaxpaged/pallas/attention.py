@@ -144,6 +144,7 @@ def _plan_decode(
         batch,
         options,
         num_tokens=shape.num_tokens,
+        num_heads=shape.group * shape.dims.num_kv_heads,
         max_query_len=shape.max_query_len,
         tile=shape.tile,
         num_shares=shape.num_shares,

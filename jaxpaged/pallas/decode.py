@@ -40,6 +40,7 @@ from jaxpaged.pallas.paged_tiles import (
     padded_slice,
     split_views,
     swizzled,
+    tile_at,
     two_views,
 )
 from jaxpaged.pallas.ranges import Loop, leading_loops
@@ -112,6 +113,7 @@ class Operands(NamedTuple):
 
     requests: Any = None
     shares: Any = None
+    kept_tiles: Any = None
     table: Any = None
     query: Any = None
     key: Any = None
@@ -149,7 +151,7 @@ class Memory(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a request in a share: `count` tiles from `first_tile` on."""
+    """The part of a request in a share: `count` tiles from `first_tile` on, a place in the list if there is one."""
 
     request: Any
     first_tile: Any
@@ -205,6 +207,7 @@ def decode(
     inputs = (
         plan.requests,
         plan.shares,
+        plan.kept_tiles,
         batch.block_table,
         query,
         cache.key,
@@ -358,7 +361,8 @@ def _load(shape: DecodeShape, operands: Operands, memory: Memory, interpret: Int
 
 
 def _load_tiles(operands: Operands, streams: Sequence[Stream], piece: Piece, tiles: Any) -> None:
-    span = Span(piece.request, piece.kv_len, lax.axis_index("head"), piece.first_tile, piece.count)
+    head = lax.axis_index("head")
+    span = Span(piece.request, piece.kv_len, head, piece.first_tile, piece.count, operands.kept_tiles)
     load_tiles(streams, operands.table, span, tiles)
 
 
@@ -438,7 +442,7 @@ def _step(
     """One tile: scores, online softmax, and its values onto the output."""
     keys, values = shape.tiles("key"), shape.tiles("value")
     slot = lax.rem(tiles + i, jnp.int32(shape.stages))
-    tile = piece.first_tile + i
+    tile = tile_at(operands.kept_tiles, piece.first_tile + i)
     plgpu.barrier_wait(memory.k_full.at[slot])
     queries = [transposed(memory.q.tensor_core.at[q_slot * keys.chunks + c]) for c in range(keys.chunks)]
     if shape.quantized:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
+from jaxpaged.pallas.mask_tiles import TileRuns, skip_masked_tiles
 from jaxpaged.pallas.ranges import damaged_requests
 from jaxpaged.reference.attention import AttentionOptions, attended_range
 
@@ -26,10 +27,13 @@ class DecodePlan(NamedTuple):
 
     requests: Any
     """[num_reqs + 1, NUM_FIELDS] int32: how many tiles come before the request's, how many it has, the first one's
-    index in the request, its positions, first row in the query, number of rows (-1: another kernel's), whether a block
-    of its is out of range, and the first and last share with tiles of it. The last entry has the rows of no request."""
+    index in the request (or where they begin in `kept_tiles`), its positions, first row in the query, number of rows
+    (-1: another kernel's), whether a block of its is out of range, and the first and last share with tiles of it. The
+    last entry has the rows of no request."""
     shares: Any
     """[num_shares, 4] int32: first and last request, first tile, and the one after the last."""
+    kept_tiles: Any = None
+    """[num_reqs * most tiles] int32, the tiles of which a mask function keeps something, if some may be skipped."""
 
 
 def plan_decode(
@@ -38,6 +42,7 @@ def plan_decode(
     options: AttentionOptions,
     *,
     num_tokens: int,
+    num_heads: int,
     max_query_len: int,
     tile: int,
     num_shares: int,
@@ -65,6 +70,13 @@ def plan_decode(
         low = jnp.maximum(low, skip)
     first_tile = low // tile
     tiles = jnp.where(short & (high > low), -(-high // tile) - first_tile, 0)
+    kept_tiles = None
+    if options.mask_mod is not None:
+        index = jnp.arange(batch.num_reqs, dtype=jnp.int32)
+        runs = TileRuns(index, kv_len - q_len, q_len, kv_len, first_tile, tiles)
+        max_len = batch.max_blocks_per_req * cache.block_size
+        how = {"tokens": max_query_len, "tile": tile, "max_len": max_len, "num_heads": num_heads}
+        first_tile, tiles, kept_tiles = skip_masked_tiles(options, runs, **how)
     end = jnp.cumsum(tiles, dtype=jnp.int32)
     begin = end - tiles
     request = jnp.arange(batch.num_reqs, dtype=jnp.int32)
@@ -85,4 +97,4 @@ def plan_decode(
     requests = jnp.stack([x.astype(jnp.int32) for x in columns], axis=1)
     outside = jnp.zeros((1, NUM_FIELDS), jnp.int32).at[0, Q_START].set(starts[-1])
     outside = outside.at[0, Q_LEN].set(-1 if others_elsewhere else num_tokens - starts[-1])
-    return DecodePlan(jnp.concatenate([requests, outside]), shares.astype(jnp.int32))
+    return DecodePlan(jnp.concatenate([requests, outside]), shares.astype(jnp.int32), kept_tiles)

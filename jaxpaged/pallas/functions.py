@@ -18,6 +18,9 @@ shift_right_logical sign sin sqrt square stop_gradient sub tanh xor
 KNOWN = frozenset(_NAMES.split())
 """Primitives that Mosaic GPU computes element by element, seen with jax 0.11.2 and 0.12.0."""
 
+_PLACE = (jax.ShapeDtypeStruct((), jnp.int32), *[jax.ShapeDtypeStruct((64, 8), jnp.int32)] * 3)
+"""A request, and query heads and positions of a tile."""
+
 
 def function_refusal(options: AttentionOptions) -> str | None:
     """Why the functions of a call can't be computed in a kernel, or None."""
@@ -34,9 +37,8 @@ def function_refusal(options: AttentionOptions) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _refusal(name: str, function: Callable[..., Any]) -> str | None:
-    positions = [jax.ShapeDtypeStruct((64, 8), jnp.int32)] * 3
     score = [jax.ShapeDtypeStruct((64, 8), jnp.float32)] if name == "score_mod" else []
-    traced = jax.make_jaxpr(function)(*score, jax.ShapeDtypeStruct((), jnp.int32), *positions)
+    traced = jax.make_jaxpr(function)(*score, *_PLACE)
     if traced.consts:
         return f"{name} holds arrays, which the kernels don't take"
     unknown = sorted(_primitives(traced.jaxpr) - KNOWN)
@@ -52,6 +54,23 @@ def _primitives(jaxpr: Jaxpr) -> set[str]:
     names = {str(equation.primitive) for equation in jaxpr.eqns}
     inner = [_inner(equation.params) for equation in jaxpr.eqns]
     return names.union(*(_primitives(x) for x in inner if x is not None))
+
+
+@functools.lru_cache(maxsize=256)
+def reads_head(mask_mod: Callable[..., Any]) -> bool:
+    """Whether what a mask function returns depends on the query head."""
+    return 1 in _needed(jax.make_jaxpr(mask_mod)(*_PLACE).jaxpr, {0})
+
+
+def _needed(jaxpr: Jaxpr, results: set[int]) -> set[int]:
+    """Which of a jaxpr's inputs the results of these indices depend on."""
+    needed = {id(jaxpr.outvars[i]) for i in results}
+    for equation in reversed(jaxpr.eqns):
+        results = {i for i, x in enumerate(equation.outvars) if id(x) in needed}
+        inner = _inner(equation.params)
+        inputs = range(len(equation.invars)) if inner is None else _needed(inner, results)
+        needed |= {id(equation.invars[i]) for i in inputs if results}
+    return {i for i, x in enumerate(jaxpr.invars) if id(x) in needed}
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -220,36 +220,49 @@ class Stream(NamedTuple):
     scales_smem: Any = None
 
 
+def tile_at(listed: Any, place: Any) -> Any:
+    """The number of the tile at a place of a list in global memory, or past its end; without a list that place."""
+    return place if listed is None else listed[jnp.minimum(place, listed.shape[0] - 1)]
+
+
 class Span(NamedTuple):
-    """Consecutive tiles of a request and a kv head."""
+    """Tiles of a request and a kv head: `count` consecutive ones, or places in a list."""
 
     request: Any
     kv_len: Any
     head: Any
     first_tile: Any
     count: Any
+    listed: Any = None
 
 
 def load_tiles(streams: Sequence[Stream], table: Any, span: Span, before: Any) -> None:
     """Bring tiles of keys, values or both when there is room in the ring, in which `before` tiles were.
 
-    The blocks of a tile are looked up while the one before is on its way.
+    The blocks of a tile are looked up while the one before is on its way, and its number yet a tile earlier.
     """
     tiles = streams[0].tiles
     last_block = tiles.last_block(span.kv_len)
 
-    def blocks(i: Any) -> tuple[Any, ...]:
-        return tiles.blocks(table, span.request, span.first_tile + i, last_block)
+    def blocks(tile: Any) -> tuple[Any, ...]:
+        return tiles.blocks(table, span.request, tile, last_block)
 
-    def load(i: Any, current: tuple[Any, ...]) -> tuple[Any, ...]:
-        following = blocks(i + 1)
+    def listed(i: Any) -> Any:
+        return tile_at(span.listed, span.first_tile + i)
+
+    def load(i: Any, looked_up: tuple[Any, Any]) -> tuple[Any, Any]:
+        current, pair = looked_up  # the tile's blocks; and if tiles are listed, its number and the next one's
+        following = blocks(pair[1] if pair else span.first_tile + (i + 1))
+        next_pair = (pair[1], listed(i + 2)) if pair else ()
         slot = lax.rem(before + i, jnp.int32(tiles.stages))
         for stream in streams:
             pl.when(before + i >= tiles.stages)(functools.partial(plgpu.barrier_wait, stream.empty.at[slot]))
-            where = (slot, current, span.first_tile + i)
+            where = (slot, current, pair[0] if pair else span.first_tile + i)
             stream.tiles.copy(stream.buffer, stream.smem, *where, span.head, stream.full)
             if stream.scales is not None:
                 stream.tiles.copy_scales(stream.scales, stream.scales_smem, *where, stream.full)
-        return following
+        return following, next_pair
 
-    lax.fori_loop(0, span.count, load, blocks(jnp.int32(0)))
+    pair = () if span.listed is None else (listed(jnp.int32(0)), listed(jnp.int32(1)))
+    first = pair[0] if pair else span.first_tile + jnp.int32(0)
+    lax.fori_loop(0, span.count, load, (blocks(first), pair))

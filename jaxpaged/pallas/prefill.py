@@ -33,6 +33,7 @@ from jaxpaged.pallas.paged_tiles import (
     iota,
     load_tiles,
     split_views,
+    tile_at,
     two_views,
 )
 from jaxpaged.pallas.prefill_plan import MOST_REQUESTS, PrefillPlan, PrefillTiling
@@ -119,6 +120,7 @@ class Operands(NamedTuple):
 
     work: Any = None
     counts: Any = None
+    kept_steps: Any = None
     table: Any = None
     query: Any = None
     key: Any = None
@@ -200,7 +202,7 @@ def prefill(
     slopes = None if slopes is None else slopes.reshape(-1, slopes.shape[-1])
     sinks = None if shape.in_parts else sinks  # they take part once, in the merged state
     given = Operands(
-        plan.work, plan.counts, batch.block_table, query, cache.key, cache.value, slopes, sinks, out, None, None
+        plan.work, plan.counts, plan.kept_steps, batch.block_table, query, cache.key, cache.value, slopes, sinks, out
     )
     out_type = {}
     if shape.return_lse:
@@ -280,7 +282,8 @@ def _for_each_item(shape: PrefillShape, operands: Operands, body: Any) -> Any:
     def read(k: Any) -> Item:
         known = jnp.maximum(jnp.minimum(k, count - 1), 0)
         item = Item(*(operands.work[cta, known, f] for f in range(len(Item._fields))))
-        return item if shape.windowed else item._replace(first_step=jnp.int32(0))
+        begins_anywhere = shape.windowed or operands.kept_steps is not None
+        return item if begins_anywhere else item._replace(first_step=jnp.int32(0))
 
     def visit(k: Any, carry: tuple[Any, Any, Item]) -> tuple[Any, Any, Item]:
         queries, steps, item = carry
@@ -334,7 +337,7 @@ def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: In
 def _load_tiles(shape: PrefillShape, operands: Operands, streams: Sequence[Stream], item: Item, steps: Any) -> None:
     """Bring an item's keys, values or both, when there is room in the ring."""
     head = item.head if shape.tiling.packed else lax.div(item.head, jnp.int32(shape.group))
-    span = Span(item.table_row, item.kv_len, head, item.first_step, item.steps)
+    span = Span(item.table_row, item.kv_len, head, item.first_step, item.steps, operands.kept_steps)
     load_tiles(streams, operands.table, span, steps)
 
 
@@ -444,6 +447,12 @@ def _step(
     width: int | None = None,
 ) -> Softmax:
     """One step: scores, online softmax, and the step's values onto the output."""
+    # Looked up before the products, so that it is there after them.
+    listed = None if operands.kept_steps is None else tile_at(operands.kept_steps, item.first_step + i)
+
+    def tile() -> Any:
+        return item.first_step + i if listed is None else listed
+
     keys, values = shape.tiles("key"), shape.tiles("value")
     wg = lax.axis_index("wg")
     checked = masked and width is None  # a half step is no damaged request's
@@ -459,13 +468,13 @@ def _step(
     # Before the last turn is waited for: the other warpgroup's may need the next item's queries.
     pl.when(i == item.steps - 1)(lambda: plgpu.barrier_arrive(memory.q_empty.at[q_slot]))
 
-    first_pos = (item.first_step + i) * shape.tiling.step
+    first_pos = tile() * shape.tiling.step
     place = _place(shape, operands, item, first_pos, size)
     s, factor = log2_scores(s, options, place)
     if masked:
         s = jnp.where(kept(options, place, item.kv_len), s, -jnp.inf)
     if checked:
-        readable = functools.partial(keys.readable, operands.table, item.table_row, item.first_step + i, item.kv_len)
+        readable = functools.partial(keys.readable, operands.table, item.table_row, tile(), item.kv_len)
         s = lax.cond(item.damaged, lambda s: jnp.where(readable(size, axis=1), s, -jnp.inf), lambda s: s, s)
     peak = jnp.maximum(state.peak, s.max(axis=1) * factor)
     # A row may have nothing to attend to so far: then any finite shift gives exp2(-inf) = 0 where -inf would give NaN.

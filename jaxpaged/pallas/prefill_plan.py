@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
+from jaxpaged.pallas.mask_tiles import TileRuns, skip_masked_tiles
 from jaxpaged.pallas.ranges import damaged_requests
 from jaxpaged.reference.attention import AttentionOptions, attended_range
 
@@ -50,14 +51,16 @@ class PrefillPlan(NamedTuple):
 
     work: Any
     """[num_ctas, most items, NUM_FIELDS] int32: first row in the query, number of rows, position of the first, request,
-    positions of the request, query head (kv head when packed), first step, number of steps, and the number of the part
-    of a tile, `tile * most_parts + part`."""
+    positions of the request, query head (kv head when packed), first step (or where its steps begin in
+    `kept_steps`), number of steps, and the number of the part of a tile, `tile * most_parts + part`."""
     counts: Any
     """[num_ctas] int32: number of items."""
     tile_starts: Any
     """[num_reqs + 1] int32: number of each request's first tile; the last for the rows of no request."""
     parts: Any
     """[] int32: parts of each tile."""
+    kept_steps: Any = None
+    """[most tiles * most steps] int32, the steps in which a mask function keeps something, if some may be skipped."""
 
 
 def most_tiles(num_tokens: int, num_reqs: int, tiling: PrefillTiling) -> int:
@@ -77,7 +80,7 @@ def plan_prefill(
 ) -> PrefillPlan:
     """The plan for requests with `shortest` new tokens or more, and for the rows of no request, which are cleared."""
     heads = cache.num_kv_heads
-    tiles = _tiles(cache, batch, options, tiling, num_tokens, shortest)
+    tiles = _tiles(cache, batch, options, tiling, num_tokens, num_heads, shortest)
     tiles, parts = _in_parts(tiles, tiling, heads if tiling.packed else num_heads)
     order, group, count = _order(cache, batch, tiles, tiling)
     cta, slot, counts = _deal(group, count, num_heads // heads if not tiling.packed else 1, tiling.num_ctas)
@@ -90,17 +93,24 @@ def plan_prefill(
     room = entry.size // tiling.num_ctas + MAX_GROUPS + 1
     work = jnp.zeros((tiling.num_ctas, room, NUM_FIELDS), jnp.int32)
     work = work.at[cta, slot].set(fields, mode="drop")
-    return PrefillPlan(work, counts.astype(jnp.int32), tiles.starts, parts)
+    return PrefillPlan(work, counts.astype(jnp.int32), tiles.starts, parts, tiles.kept_steps)
 
 
 class _Tiles(NamedTuple):
     fields: Any  # [most tiles, NUM_FIELDS - 1], HEAD is unset
     valid: Any  # [most tiles]
     starts: Any  # [num_reqs + 1]
+    kept_steps: Any
 
 
 def _tiles(
-    cache: KVCache, batch: PagedBatch, options: AttentionOptions, tiling: PrefillTiling, num_tokens: int, shortest: int
+    cache: KVCache,
+    batch: PagedBatch,
+    options: AttentionOptions,
+    tiling: PrefillTiling,
+    num_tokens: int,
+    num_heads: int,
+    shortest: int,
 ) -> _Tiles:
     starts = batch.query_start_loc
     kv_len = batch.kv_lens(cache.block_size)
@@ -121,12 +131,18 @@ def _tiles(
     first_step = low // tiling.step
     steps = jnp.where(high > low, -(-high // tiling.step) - first_step, 0)
     table_row = jnp.minimum(request, batch.num_reqs - 1)
+    kept_steps = None
+    if options.mask_mod is not None:
+        runs = TileRuns(table_row, first_pos, rows, kv_len[request], first_step, steps)
+        max_len = batch.max_blocks_per_req * cache.block_size
+        how = {"tokens": tiling.tokens, "tile": tiling.step, "max_len": max_len, "num_heads": num_heads}
+        first_step, steps, kept_steps = skip_masked_tiles(options, runs, **how)
     table_row = jnp.where(damaged[request], table_row | ~jnp.int32(MOST_REQUESTS), table_row)
     columns = (
         starts[request] + first, rows, first_pos, table_row, kv_len[request], jnp.zeros_like(tile), first_step, steps,
     )  # fmt: skip
     fields = jnp.stack([x.astype(jnp.int32) for x in columns], axis=1)
-    return _Tiles(fields, tile < ends[-1], ends - per_request)
+    return _Tiles(fields, tile < ends[-1], ends - per_request, kept_steps)
 
 
 def _in_parts(tiles: _Tiles, tiling: PrefillTiling, num_heads: int) -> tuple[_Tiles, Any]:
@@ -143,7 +159,7 @@ def _in_parts(tiles: _Tiles, tiling: PrefillTiling, num_heads: int) -> tuple[_Ti
     fields = fields.at[..., FIRST_STEP].add(part * size)
     fields = fields.at[..., STEPS].set(jnp.clip(steps - part * size, 0, size))
     valid = tiles.valid[:, None] & (part < parts)
-    return _Tiles(fields.reshape(-1, fields.shape[-1]), valid.reshape(-1), tiles.starts), parts
+    return tiles._replace(fields=fields.reshape(-1, fields.shape[-1]), valid=valid.reshape(-1)), parts
 
 
 def _order(cache: KVCache, batch: PagedBatch, tiles: _Tiles, tiling: PrefillTiling) -> tuple[Any, Any, Any]:
