@@ -5,6 +5,7 @@ with each step, and are computed on the device: so the function is evaluated the
 that the lengths, causality and the window leave. That is a few integer operations a pair, once for all layers.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jaxpaged.reference.attention import AttentionOptions
 AT_ONCE = 1 << 26
 """Pairs that are evaluated together: a byte each, where XLA doesn't fuse the function with the search in its flags."""
 MOST_STATIC_TRIPS = 8
-"""With more turns of so many pairs, only as many as lengths need: to know it, XLA waits for the device at each."""
+"""Of more turns than these, only as many as the lengths need are taken: XLA waits for the device at each to know it."""
 MOST_LISTED = 16 << 20
 """Entries of a list, which is an int32 each. Where it would be longer, nothing is skipped."""
 
@@ -53,41 +54,46 @@ def skip_masked_tiles(
     num_runs, most = runs.request.shape[0], -(-max_len // tile)
     if num_runs * most > MOST_LISTED:
         return runs.first_tile, runs.count, None
-    keep = _kept_tiles(options, runs, (tokens, tile), most, num_heads)
+    runs = TileRuns(*(x.astype(jnp.int32) for x in runs))
     column = jnp.arange(most, dtype=jnp.int32)
-    keep &= column < runs.count[:, None]
+    keep = _kept_tiles(options, runs, (tokens, tile), most, num_heads) & (column < runs.count[:, None])
     place = jnp.where(keep, jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1, most)
     run = jnp.arange(num_runs, dtype=jnp.int32)
-    # What is past a run's tiles is looked up ahead of use, too.
+    # Entries past a run's tiles are looked up, too, ahead of use: they are its first one.
     listed = jnp.broadcast_to(runs.first_tile[:, None], keep.shape)
     listed = listed.at[run[:, None], place].set(runs.first_tile[:, None] + column, mode="drop")
-    return run * most, keep.sum(axis=1, dtype=jnp.int32), listed.reshape(-1).astype(jnp.int32)
+    return run * most, keep.sum(axis=1, dtype=jnp.int32), listed.reshape(-1)
 
 
 def _kept_tiles(options: AttentionOptions, runs: TileRuns, shape: tuple[int, int], most: int, num_heads: int) -> Any:
-    """[num_runs, most] bool: whether any pair of any head is kept, by tiles of each run; anything past its last one."""
+    """[num_runs, most] bool: of which tiles of a run any head keeps a pair; anything past the run's last one.
+
+    Args:
+      shape: tokens of a run and positions of a tile.
+    """
     num_runs = runs.request.shape[0]
     heads = num_heads if reads_head(options.mask_mod) else 1
     pairs = num_runs * shape[0] * shape[1]
     heads_at_once = min(heads, max(1, AT_ONCE // pairs))
-    columns = min(most, max(1, AT_ONCE // (pairs * heads_at_once)))
-    trips: Any = -(-most // columns)
+    trips: Any = -(-most // max(1, AT_ONCE // (pairs * heads_at_once)))
+    columns = -(-most // trips)
     room = trips * columns
     if trips > MOST_STATIC_TRIPS:
         trips = -(-jnp.max(runs.count) // columns)
 
-    def for_heads(column: Any, i: Any, keep: Any) -> Any:
-        head = jnp.minimum(i * heads_at_once + jnp.arange(heads_at_once, dtype=jnp.int32), heads - 1)
+    def add_heads(column: Any, i: Any, keep: Any) -> Any:
+        head = i * heads_at_once + jnp.arange(heads_at_once)
+        head = jnp.minimum(head, heads - 1).astype(jnp.int32)
         return keep | jnp.any(_keeps_any(options, runs, shape, column, head), axis=2)
 
-    def for_columns(i: Any, keep: Any) -> Any:
+    def add_columns(i: Any, keep: Any) -> Any:
         first = (i * columns).astype(jnp.int32)
         column = first + jnp.arange(columns, dtype=jnp.int32)
         nothing = jnp.zeros((num_runs, columns), bool)
-        some = lax.fori_loop(0, -(-heads // heads_at_once), lambda j, x: for_heads(column, j, x), nothing)
+        some = lax.fori_loop(0, -(-heads // heads_at_once), functools.partial(add_heads, column), nothing)
         return lax.dynamic_update_slice(keep, some, (jnp.int32(0), first))
 
-    return lax.fori_loop(0, trips, for_columns, jnp.zeros((num_runs, room), bool))[:, :most]
+    return lax.fori_loop(0, trips, add_columns, jnp.zeros((num_runs, room), bool))[:, :most]
 
 
 def _keeps_any(options: AttentionOptions, runs: TileRuns, shape: tuple[int, int], column: Any, head: Any) -> Any:

@@ -102,6 +102,8 @@ def variants() -> dict[str, Variant]:
     for name in ("alibi-per-request", "sinks", "everything"):
         base = MODES["packed-in-parts"]
         found[f"{name}-packed-in-parts"] = base.but(options=tuple(OPTIONS[name].items()))
+    for name in ("decode", "decode-4-new", "unpacked-in-parts", "packed", "packed-in-parts"):
+        found[f"mask-mod-{name}"] = MODES[name].but(options=tuple(OPTIONS["mask-mod"].items()))
     found |= {f"head-size-{n}": MIXED.but(head_size=n) for n in HEAD_SIZES}
     found |= {f"head-size-{n}-unpacked": UNPACKED.but(head_size=n) for n in (40, 64, 192, 256)}
     found |= {f"head-size-{n}-in-parts": MODES["packed-in-parts"].but(head_size=n) for n in (40, 256)}
@@ -122,6 +124,9 @@ def variants() -> dict[str, Variant]:
             # Longer requests are decoded, too, in chunks.
             eight = MODES[base].but(cache_dtype=cache_dtype, scales=scales, takes="d")
             found[f"{cache_dtype}-{scales}-{base}"] = eight
+    for cache_dtype, scales in EIGHT_BITS:
+        eight = MODES["decode-4-new"].but(cache_dtype=cache_dtype, scales=scales)
+        found[f"mask-mod-{cache_dtype}-{scales}"] = eight.but(options=tuple(OPTIONS["mask-mod"].items()))
     found["float8_e4m3fn-head-float16"] = DECODE.but(cache_dtype="float8_e4m3fn", scales="head", dtype="float16")
     lse = (("return_lse", True),)
     found["shared-prefix"] = DECODE.but(shares_prefix=True, takes="ds")

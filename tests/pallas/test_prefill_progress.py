@@ -16,6 +16,7 @@ CASES = {
     "nothing to attend at all": '"", (20,) * 4, (0,) * 4',
     "one slot for queries": '"", (20, 20, 20), (40, 140, 40), head_size=256',
     "one slot for queries, rows of no request": '"", (20, 20), (40, 30), head_size=256, extra_tokens=100',
+    "one slot for queries, nothing kept for some": '"", (20, 20, 20), (40, 140, 40), head_size=256, options=MASKED',
 }
 ON_A_GPU = {
     "rows of no request": '"", (20, 9), (40, 30), extra_tokens=40000',
@@ -30,6 +31,7 @@ from jaxpaged.testing.doors import DOORS
 from jaxpaged.testing.verify import compare
 
 config.SM_COUNT = {num_sms}
+MASKED = (("mask_mod", lambda b, h, q, k: (b != 1) & (k > 5)),)
 with {within}:
     result = compare(Case({case}), "kernels", DOORS["kernels"])
 assert result.ok and result.skipped is None, result
