@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.implementations import choose, static_options
+from jaxpaged.implementations import choose, gpu_of_call, static_options
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.checks import check_dtype, check_shape, shape_text
 from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES, KVCache
@@ -99,9 +99,9 @@ def paged_attention(
     )
     arrays, static = split_options(options)
     if implementation == "mosaic_gpu":
-        interpret = static_options(implementation)["interpret"]
-        called = (query, cache, batch, arrays, static, out_dtype, bool(batch_invariant), bool(return_lse), interpret)
-        out, lse = _mosaic_gpu(*called)
+        interpret, gpu = static_options(implementation)["interpret"], gpu_of_call((query, cache, batch))
+        called = (query, cache, batch, arrays, static, out_dtype, bool(batch_invariant), bool(return_lse))
+        out, lse = _mosaic_gpu(*called, interpret, gpu)
     else:
         out, lse = _reference(query, cache, batch, arrays, static, out_dtype, bool(batch_invariant))
     return (out, lse) if return_lse else out
@@ -134,7 +134,7 @@ def _reference(
     return reference.paged_attention(query, cache, batch, options, out_dtype=out_dtype, batch_invariant=batch_invariant)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8, 9))
 def _mosaic_gpu(
     query: Any,
     cache: KVCache,
@@ -145,12 +145,13 @@ def _mosaic_gpu(
     batch_invariant: bool,
     return_lse: bool,
     interpret: Any,
+    gpu: Any,
 ) -> tuple[Any, Any]:
     from jaxpaged.pallas.attention import paged_attention
 
     options = join_options(arrays, static)
     chosen = {"out_dtype": out_dtype, "batch_invariant": batch_invariant, "return_lse": return_lse}
-    return paged_attention(query, cache, batch, options, interpret=interpret, **chosen)
+    return paged_attention(query, cache, batch, options, interpret=interpret, gpu=gpu, **chosen)
 
 
 def _check_query(query: Any, cache: KVCache, batch: PagedBatch) -> None:

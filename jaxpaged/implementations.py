@@ -48,6 +48,14 @@ def static_options(choice: str) -> dict[str, Any]:
     return {"implementation": choice, "interpret": interpreter()}
 
 
+def gpu_of_call(arrays: Any) -> Any:
+    """What a call's kernels are compiled for, a static argument; the default GPU's tiles where there is no GPU."""
+    from jaxpaged.pallas.mosaic import interpreter
+    from jaxpaged.pallas.tuning import gpu_of
+
+    return gpu_of(None if interpreter() is not None else _device(arrays))
+
+
 def _device(arrays: Any) -> Any:
     """The device that a call runs on: that of its first array that isn't traced, or else the default one."""
     for leaf in jax.tree.leaves(arrays):

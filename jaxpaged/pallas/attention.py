@@ -20,7 +20,7 @@ from jaxpaged.pallas.cascade import (
 )
 from jaxpaged.pallas.chunks import chunk_refusal, in_chunks
 from jaxpaged.pallas.combine import attending_rows, combine, decoded_lse, rows_of_requests
-from jaxpaged.pallas.config import decode_config, prefill_config
+from jaxpaged.pallas.config import decode_config, most_decoded_rows, prefill_config
 from jaxpaged.pallas.decode import DecodeShape, decode
 from jaxpaged.pallas.decode_plan import DecodePlan, plan_decode
 from jaxpaged.pallas.dequantize import scale_refusal
@@ -30,10 +30,11 @@ from jaxpaged.pallas.prefill import prefill
 from jaxpaged.pallas.prefill_plan import plan_prefill
 from jaxpaged.pallas.prefill_rows import merged_parts, row_requests, rows_of_tiles
 from jaxpaged.pallas.scores import LN2
+from jaxpaged.pallas.tuning import Gpu, gpu_of
 from jaxpaged.reference.attention import AttentionOptions
 
-MOST_DECODED, MOST_ROWS = 8, 64
-"""Most new tokens, and rows, of a request that decode is compiled for."""
+MOST_DECODED = 8
+"""Most new tokens of a request that decode is compiled for."""
 FEWEST_DECODED = 8
 """With fewer requests in a batch with long ones, prefill takes short ones, too: another kernel would take longer."""
 DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16))
@@ -71,8 +72,9 @@ def refusal(query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOpt
 def _quantized_refusal(query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOptions) -> str | None:
     if any(size % 64 for size in (cache.head_size, cache.v_head_size)):
         return f"the kernels take 8-bit heads of a multiple of 64 elements, not {cache.head_size}, {cache.v_head_size}"
-    if query.shape[1] // cache.num_kv_heads > MOST_ROWS:
-        return f"the kernels take 8-bit caches with up to {MOST_ROWS} query heads a kv head"
+    most_rows = most_decoded_rows(cache)
+    if query.shape[1] // cache.num_kv_heads > most_rows:
+        return f"the kernels take 8-bit caches like this one with up to {most_rows} query heads a kv head"
     if batch.max_query_len is None or batch.max_query_len > _decoded(query, cache, batch, batch_invariant=False):
         reason = chunk_refusal(options)
         if reason is not None:
@@ -90,25 +92,32 @@ def paged_attention(
     batch_invariant: bool,
     return_lse: bool,
     interpret: Interpreter | None,
+    gpu: Gpu | None = None,
 ) -> tuple[Any, Any]:
-    """`jaxpaged.paged_attention` on arguments that nothing refuses; the lse is None unless asked for."""
+    """`jaxpaged.paged_attention` on arguments that nothing refuses; the lse is None unless asked for.
+
+    Args:
+      gpu: what it is compiled for; the default one when None.
+    """
+    gpu = gpu or gpu_of()
     num_tokens, num_heads, _ = query.shape
     longest = _decoded(query, cache, batch, batch_invariant)
     all_decoded = batch.max_query_len is not None and batch.max_query_len <= longest
     if cache.quantized and not all_decoded:
         group = num_heads // cache.num_kv_heads
-        chunk = 1 if batch_invariant else next(n for n in (MOST_DECODED, 4, 2, 1) if n * group <= MOST_ROWS)
+        most_rows = most_decoded_rows(cache)
+        chunk = 1 if batch_invariant else next(n for n in (MOST_DECODED, 4, 2, 1) if n * group <= most_rows)
         chunks = in_chunks(cache, batch, chunk, num_tokens=num_tokens, causal=options.causal)
-        how = {"out_dtype": out_dtype, "batch_invariant": batch_invariant, "return_lse": return_lse}
+        how = {"out_dtype": out_dtype, "batch_invariant": batch_invariant, "return_lse": return_lse, "gpu": gpu}
         return paged_attention(query, cache, chunks, options, interpret=interpret, **how)
     cascades = all_decoded and not batch_invariant and cache.dtype == query.dtype and sees_all_of_a_prefix(options)
     if batch.shares_prefix and cascades:
-        return _cascade(query, cache, batch, options, longest, out_dtype, interpret)
+        return _cascade(query, cache, batch, options, longest, out_dtype, interpret, gpu)
     out = jax.new_ref(lax.empty((num_tokens, num_heads, cache.v_head_size), out_dtype))
     lse: Any = None
     prefilled: Any = None
     if not all_decoded:
-        tiles = prefill_config(query, cache, batch, options, out_dtype, return_lse, batch_invariant)
+        tiles = prefill_config(query, cache, batch, options, out_dtype, return_lse, batch_invariant, gpu)
         prefill_plan = plan_prefill(
             cache, batch, options, tiles.tiling, num_tokens=num_tokens, num_heads=num_heads, shortest=longest + 1
         )
@@ -118,7 +127,7 @@ def paged_attention(
         elif return_lse:
             lse = rows_of_tiles(prefill_plan, tile_lse, tiles, batch)[:, 0].T * LN2
     if longest > 0:
-        shape = decode_config(query, cache, batch, out_dtype, batch_invariant, longest)
+        shape = decode_config(query, cache, batch, out_dtype, batch_invariant, longest, gpu)
         plan = _plan_decode(
             cache, batch, options, shape, others_elsewhere=not all_decoded, batch_invariant=batch_invariant
         )
@@ -148,7 +157,7 @@ def _plan_decode(
         max_query_len=shape.max_query_len,
         tile=shape.tile,
         num_shares=shape.num_shares,
-        min_tiles=4,
+        min_tiles=shape.fewest_tiles,
         **how,
     )
 
@@ -178,12 +187,13 @@ def _cascade(
     max_query_len: int,
     out_dtype: Any,
     interpret: Interpreter | None,
+    gpu: Gpu,
 ) -> tuple[Any, Any]:
     """Attention to the prefix that all requests share, to the rest of each, and the merge of both; see `cascade.py`."""
     # Rounded before the merge, too, results would be wrong in their last bit more often: decode leaves float32.
-    shape = decode_config(query, cache, batch, out_dtype, False, max_query_len)
+    shape = decode_config(query, cache, batch, out_dtype, False, max_query_len, gpu)
     shape = dataclasses.replace(shape, by_request=True)
-    tiles = prefix_shape(query, cache, options)
+    tiles = prefix_shape(query, cache, options, gpu)
     prefix = shared_prefix(cache, batch, math.lcm(shape.tile, tiles.tiling.step))
     by_request = (batch.num_reqs, cache.num_kv_heads, shape.padded_v_size, shape.columns)
     out = jax.new_ref(lax.empty(by_request, jnp.float32))
@@ -201,9 +211,10 @@ def _cascade(
 def _decoded(query: Any, cache: KVCache, batch: PagedBatch, batch_invariant: bool) -> int:
     """Requests with up to so many new tokens are decoded; 0 where prefill takes all."""
     hint, group = batch.max_query_len, query.shape[1] // cache.num_kv_heads
-    if group > MOST_ROWS:
+    most_rows = most_decoded_rows(cache)
+    if group > most_rows:
         return 0
-    if hint is not None and hint <= MOST_DECODED and hint * group <= MOST_ROWS and not batch_invariant:
+    if hint is not None and hint <= MOST_DECODED and hint * group <= most_rows and not batch_invariant:
         return hint
     # Which kernel takes a request may depend on nothing else in the batch if its bits may not.
     return 1 if batch_invariant or batch.num_reqs >= FEWEST_DECODED or hint == 1 else 0

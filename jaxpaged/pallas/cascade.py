@@ -21,11 +21,12 @@ import numpy as np
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas import prefill_plan as field
-from jaxpaged.pallas.config import SM_COUNT, TILE_ROWS, can_be_packed, packed_tokens, prefill_config
+from jaxpaged.pallas.config import TILE_ROWS, can_be_packed, packed_tokens, prefill_config
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.prefill import PrefillShape, prefill
 from jaxpaged.pallas.prefill_plan import PrefillPlan
 from jaxpaged.pallas.scores import LN2
+from jaxpaged.pallas.tuning import Gpu
 from jaxpaged.reference.attention import AttentionOptions
 
 MOST_PARTS = 16
@@ -66,11 +67,11 @@ def shared_prefix(cache: KVCache, batch: PagedBatch, tile: int) -> Prefix:
     return Prefix(shared * block_size // tile * tile, table)
 
 
-def prefix_shape(query: Any, cache: KVCache, options: AttentionOptions) -> PrefillShape:
+def prefix_shape(query: Any, cache: KVCache, options: AttentionOptions, gpu: Gpu) -> PrefillShape:
     """The prefill kernel for the rows of a batch as one request's, in parts that keep all CTAs busy."""
     num_tokens, num_heads, _ = query.shape
     one = PagedBatch(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32), None, None)
-    base = prefill_config(query, cache, one, options, query.dtype, return_lse=True, batch_invariant=False)
+    base = prefill_config(query, cache, one, options, query.dtype, return_lse=True, batch_invariant=False, gpu=gpu)
     # Tiles of all heads of a group leave less of the last tile empty.
     packed = can_be_packed(base.group)
     tokens = packed_tokens(base.group) if packed else TILE_ROWS
@@ -78,7 +79,7 @@ def prefix_shape(query: Any, cache: KVCache, options: AttentionOptions) -> Prefi
 
     def turns(parts: int) -> float:
         """How long it takes, in units of a tile; each part has a small cost of its own."""
-        return -(-items * parts // SM_COUNT) / parts + 0.002 * parts
+        return -(-items * parts // gpu.num_sms) / parts + 0.002 * parts
 
     tiling = dataclasses.replace(
         base.tiling, tokens=tokens, packed=packed, most_parts=min(range(1, MOST_PARTS + 1), key=turns)

@@ -1,4 +1,4 @@
-"""How large tiles are and how many CTAs share the work, by GPU and shape."""
+"""The kernels' shapes: the tiles that were found best for a GPU, and as much of them as shared memory has room for."""
 
 from typing import Any
 
@@ -9,28 +9,57 @@ from jaxpaged.pallas.dequantize import product_dtype
 from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape
 from jaxpaged.pallas.prefill_plan import PrefillTiling
 from jaxpaged.pallas.scores import changes_scores
+from jaxpaged.pallas.tuning import CallShape, Gpu
 from jaxpaged.reference.attention import AttentionOptions
 
-SM_COUNT = 132
-"""Streaming multiprocessors of an H100 or H200 (SXM)."""
 TILE_ROWS = 2 * WG_ROWS
 SMEM_BYTES = 232_448
 """Shared memory that a CTA may have."""
+LEAST_TILE = 64
+MOST_DECODED_ROWS = 64
 _SMEM_OF_TWO = 96 * 1024
 _SMEM_OF_ONE = 200 * 1024
 """Bytes of shared memory for the ring of a CTA where two fit on a multiprocessor, and where one does."""
+_SMALL_BYTES = 4096
+"""Lses, barriers and what reductions need."""
+_MANY = 2**30
+
+
+def decode_call(query: Any, cache: KVCache, batch: PagedBatch, batch_invariant: bool, max_query_len: int) -> CallShape:
+    rows = query.shape[1] // cache.num_kv_heads * max_query_len
+    return _call(cache, rows, _MANY if batch_invariant else batch.num_reqs)
+
+
+def prefill_call(query: Any, cache: KVCache, batch: PagedBatch, batch_invariant: bool) -> CallShape:
+    if batch_invariant:  # the step decides a result's bits
+        return _call(cache, _MANY, _MANY)
+    num_tokens, num_heads, _ = query.shape
+    return _call(cache, num_heads // cache.num_kv_heads * num_tokens // batch.num_reqs, batch.num_reqs)
+
+
+def _call(cache: KVCache, rows: int, num_reqs: int) -> CallShape:
+    return CallShape(8 * cache.dtype.itemsize, max(_padded_sizes(cache)), rows, num_reqs)
 
 
 def decode_config(
-    query: Any, cache: KVCache, batch: PagedBatch, out_dtype: Any, batch_invariant: bool, max_query_len: int
+    query: Any,
+    cache: KVCache,
+    batch: PagedBatch,
+    out_dtype: Any,
+    batch_invariant: bool,
+    max_query_len: int,
+    gpu: Gpu,
 ) -> DecodeShape:
-    tile = 64
-    padded = sum(-(-size // 64) * 64 for size in (cache.head_size, cache.v_head_size))
-    per_tile = tile * padded * cache.dtype.itemsize
-    widened = tile * cache.v_head_size * 2 if cache.quantized else 0
-    ctas_per_sm = 2 if (_SMEM_OF_TWO - widened) // per_tile >= 3 else 1
-    stages = max(2, min(6, ((_SMEM_OF_TWO if ctas_per_sm == 2 else _SMEM_OF_ONE) - widened) // per_tile))
-    num_shares = max(1, ctas_per_sm * SM_COUNT // cache.num_kv_heads)
+    """The shape of decode for requests of up to `max_query_len` new tokens."""
+    group = query.shape[1] // cache.num_kv_heads
+    tiles = gpu.decode_tiles(decode_call(query, cache, batch, batch_invariant, max_query_len))
+    rows = group * max_query_len
+    tile = tiles.tile if _stages_that_fit(cache, rows, tiles.tile) >= 2 else LEAST_TILE
+    ring, widened = _ring_bytes(cache, tile)
+    ctas_per_sm = tiles.ctas_per_sm if (_SMEM_OF_TWO - widened) // ring >= 3 else 1
+    room = (_SMEM_OF_TWO if ctas_per_sm == 2 else _SMEM_OF_ONE) - widened
+    stages = max(2, min(tiles.most_stages, room // ring, _stages_that_fit(cache, rows, tile)))
+    num_shares = max(1, ctas_per_sm * gpu.num_sms // cache.num_kv_heads)
     return DecodeShape(
         layout=cache.layout,
         dims=cache.dims,
@@ -39,12 +68,40 @@ def decode_config(
         buffer_dtype=cache.key.dtype,
         out_dtype=out_dtype,
         num_tokens=query.shape[0],
-        group=query.shape[1] // cache.num_kv_heads,
+        group=group,
         max_query_len=max_query_len,
         num_shares=batch.num_reqs if batch_invariant else num_shares,
         tile=tile,
         stages=stages,
+        fewest_tiles=tiles.fewest_tiles,
     )
+
+
+def most_decoded_rows(cache: KVCache) -> int:
+    """Rows that a request may have for decode, so that shared memory has room for two tiles besides."""
+    columns = range(MOST_DECODED_ROWS, 0, -8)
+    return next((rows for rows in columns if _stages_that_fit(cache, rows, LEAST_TILE) >= 2), 0)
+
+
+def _stages_that_fit(cache: KVCache, rows: int, tile: int) -> int:
+    """Tiles of decode's ring for which a CTA has shared memory, beside queries, weights, output and widened values."""
+    ring, widened = _ring_bytes(cache, tile)
+    k_size, v_size = _padded_sizes(cache)
+    by_row = cache.k_scale is not None and cache.k_scale.ndim == 3
+    scales = 2 * tile * cache.num_kv_heads * 4 if by_row else 0
+    others = -(-rows // 8) * 8 * (2 * k_size * 2 + tile * 2 + v_size * 4)
+    return (SMEM_BYTES - _SMALL_BYTES - widened - others) // (ring + scales)
+
+
+def _ring_bytes(cache: KVCache, tile: int) -> tuple[int, int]:
+    """Bytes of a tile of decode's keys and values, and of its values in the products' type if they need widening."""
+    widened = tile * cache.v_head_size * 2 if cache.quantized else 0
+    return tile * sum(_padded_sizes(cache)) * cache.dtype.itemsize, widened
+
+
+def _padded_sizes(cache: KVCache) -> tuple[int, int]:
+    """Sizes of heads of keys and of values as they lie in shared memory."""
+    return -(-cache.head_size // 64) * 64, -(-cache.v_head_size // 64) * 64
 
 
 def prefill_config(
@@ -55,21 +112,20 @@ def prefill_config(
     out_dtype: Any,
     return_lse: bool,
     batch_invariant: bool,
+    gpu: Gpu,
 ) -> PrefillShape:
-    """The tiles of prefill."""
+    """The shape of prefill."""
     num_tokens, num_heads, _ = query.shape
     group = num_heads // cache.num_kv_heads
+    tiles = gpu.prefill_tiles(prefill_call(query, cache, batch, batch_invariant))
     # A tile of one head holds 128 tokens: with fewer a request, tiles of all heads of a group waste less.
-    packed = can_be_packed(group) and num_tokens < 96 * batch.num_reqs
+    packed = can_be_packed(group) and num_tokens < tiles.packed_below * batch.num_reqs
     tokens = packed_tokens(group) if packed else TILE_ROWS
-    most_parts = (
-        1
-        if batch_invariant
-        else _most_parts(num_tokens // tokens + batch.num_reqs, num_heads // (group if packed else 1))
-    )
-    k_size, v_size = (-(-size // 64) * 64 for size in (cache.head_size, cache.v_head_size))
-    step = 128 if max(k_size, v_size) <= 128 else 64
-    q_stages, o_slots, stages = _prefill_memory(step, k_size, v_size, query.dtype.itemsize, out_dtype.itemsize)
+    heads = num_heads // (group if packed else 1)
+    most_parts = 1
+    if not batch_invariant and (num_tokens // tokens + batch.num_reqs) * heads < gpu.num_sms:  # perhaps some lie idle
+        most_parts = min(tiles.most_parts, -(-gpu.num_sms // heads))
+    step, (q_stages, o_slots, stages) = _prefill_memory(query, cache, out_dtype, tiles.step)
     return PrefillShape(
         layout=cache.layout,
         dims=cache.dims,
@@ -77,13 +133,13 @@ def prefill_config(
         out_dtype=out_dtype,
         num_tokens=num_tokens,
         group=group,
-        tiling=PrefillTiling(tokens, packed, step, SM_COUNT, most_parts),
-        stages=stages,
+        tiling=PrefillTiling(tokens, packed, step, gpu.num_sms, most_parts, tiles.l2_bytes),
+        stages=min(tiles.most_stages, stages),
         q_stages=q_stages,
         o_slots=o_slots,
         # A third loop costs registers, which options of the scores need, too.
         half_steps=step == 128 and not packed and not changes_scores(options) and options.mask_mod is None,
-        registers=(240, 24),
+        registers=tiles.registers,
         windowed=options.window[0] is not None or most_parts > 1,
         return_lse=return_lse or most_parts > 1,
         in_parts=most_parts > 1,
@@ -100,18 +156,15 @@ def packed_tokens(group: int) -> int:
     return 1 << ((TILE_ROWS // group).bit_length() - 1)
 
 
-def _most_parts(most_tiles: int, heads: int) -> int:
-    """Into how many parts tiles may be split: into any where there might be too few for all CTAs."""
-    return min(16, -(-SM_COUNT // heads)) if most_tiles * heads < SM_COUNT else 1
-
-
-def _prefill_memory(step: int, k_size: int, v_size: int, itemsize: int, out_itemsize: int) -> tuple[int, int, int]:
-    """Slots for queries, for chunks of the output of a warpgroup, and of the ring: what fits, best first."""
+def _prefill_memory(query: Any, cache: KVCache, out_dtype: Any, step: int) -> tuple[int, tuple[int, int, int]]:
+    """The step, and slots for queries, for chunks of a warpgroup's output, and of the ring: what fits, best first."""
     room = SMEM_BYTES - 1024
-    all_chunks = v_size * out_itemsize // 128
-    per_stage = step * (k_size + v_size) * itemsize
-    for q_stages, o_slots in ((2, all_chunks), (2, 2), (1, all_chunks), (1, 2), (1, 1)):
-        left = room - TILE_ROWS * (q_stages * k_size * itemsize + o_slots * 128)
-        if o_slots <= all_chunks and left >= 2 * per_stage:
-            return q_stages, o_slots, min(4, left // per_stage)
+    k_size, v_size = _padded_sizes(cache)
+    all_chunks = v_size * out_dtype.itemsize // 128
+    for smaller in (step, LEAST_TILE):
+        per_stage = smaller * (k_size + v_size) * query.dtype.itemsize
+        for q_stages, o_slots in ((2, all_chunks), (2, 2), (1, all_chunks), (1, 2), (1, 1)):
+            left = room - TILE_ROWS * (q_stages * k_size * query.dtype.itemsize + o_slots * 128)
+            if o_slots <= all_chunks and left >= 2 * per_stage:
+                return smaller, (q_stages, o_slots, left // per_stage)
     raise ValueError(f"head sizes {k_size} and {v_size} don't fit in shared memory")

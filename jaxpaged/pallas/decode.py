@@ -62,6 +62,7 @@ class DecodeShape:
       group: query heads a kv head.
       max_query_len: new tokens a request.
       tile, stages: positions a tile, and tiles in the ring.
+      fewest_tiles: in a share.
       by_request: whether the output is [num_reqs, num_kv_heads, padded v_head_size, columns] float32, no sinks, for
         a merge with another state.
     """
@@ -78,6 +79,7 @@ class DecodeShape:
     num_shares: int
     tile: int
     stages: int
+    fewest_tiles: int
     by_request: bool = False
 
     @property

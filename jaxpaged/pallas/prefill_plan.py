@@ -42,8 +42,8 @@ class PrefillTiling:
     packed: bool
     step: int
     num_ctas: int
-    most_parts: int = 1
-    l2_bytes: int = 24 << 20
+    most_parts: int
+    l2_bytes: int
 
 
 class PrefillPlan(NamedTuple):

@@ -1,11 +1,14 @@
 """Fixtures of the kernels' tests."""
 
-from collections.abc import Iterator
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
 
 from jaxpaged.pallas.mosaic import interpreted
+from jaxpaged.pallas.tuning import gpu_of, tuned_for
 
 
 @pytest.fixture(params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
@@ -20,3 +23,10 @@ def kernels(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -
     with interpreted():
         yield
     assert "RACE DETECTED" not in "".join(capfd.readouterr())  # jax 0.11 says so and goes on
+
+
+@pytest.fixture
+def set_multiprocessors() -> Iterator[Callable[[int], None]]:
+    """Sets for how many multiprocessors the kernels share their work: few make few CTAs, which are soon interpreted."""
+    with contextlib.ExitStack() as stack:
+        yield lambda num_sms: stack.enter_context(tuned_for(dataclasses.replace(gpu_of(), num_sms=num_sms)))

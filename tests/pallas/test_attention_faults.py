@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxpaged.attention import _mosaic_gpu
-from jaxpaged.pallas import attention, config, decode, prefill
+from jaxpaged.pallas import attention, decode, prefill
 from jaxpaged.pallas.mosaic import interpreted
 from jaxpaged.testing.cases import Case
 from jaxpaged.testing.doors import DOORS
@@ -17,9 +17,9 @@ KERNELS = {"decode": (decode, DECODE, LONG_DECODE), "prefill": (prefill, PREFILL
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def fresh(set_multiprocessors):
     """Nothing compiled before or after sees the fault."""
-    monkeypatch.setattr(config, "SM_COUNT", 2)
+    set_multiprocessors(2)
     _mosaic_gpu.clear_cache()
     yield
     _mosaic_gpu.clear_cache()

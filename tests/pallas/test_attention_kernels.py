@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import KVCache, PagedBatch, paged_attention
-from jaxpaged.attention import _mosaic_gpu
 from jaxpaged.metadata.masks import AlibiScore, DocumentMask
-from jaxpaged.pallas import config
 from jaxpaged.testing.cases import Case, named_cases
 from jaxpaged.testing.doors import DOORS
 from jaxpaged.testing.verify import compare
@@ -38,22 +36,18 @@ def test_suite_on_a_gpu(hopper, name, door):
 @pytest.mark.parametrize(
     ("num_sms", "case"), [(2, c) for c in SMALL] + [(20, c) for c in MANY_CTAS], ids=lambda x: getattr(x, "name", x)
 )
-def test_small_cases(kernels, monkeypatch, num_sms, case):
-    monkeypatch.setattr(config, "SM_COUNT", num_sms)
-    _mosaic_gpu.clear_cache()  # the number is no part of the key
+def test_small_cases(kernels, set_multiprocessors, num_sms, case):
+    set_multiprocessors(num_sms)
     result = compare(case, "kernels", DOORS["kernels"])
-    _mosaic_gpu.clear_cache()
     assert result.skipped is None
     assert result.ok, result
 
 
-def test_batch_invariant(kernels, monkeypatch):
+def test_batch_invariant(kernels, set_multiprocessors):
     """The plan of decode is another then, and prefill takes whole tiles."""
-    monkeypatch.setattr(config, "SM_COUNT", 2)
-    _mosaic_gpu.clear_cache()
+    set_multiprocessors(2)
     case = Case("batch-invariant", (1, 1, 20), (130, 3, 50), options=(("batch_invariant", True),), layout="HN2D")
     result = compare(case, "kernels", DOORS["kernels"])
-    _mosaic_gpu.clear_cache()
     assert result.ok, result
 
 

@@ -13,6 +13,7 @@ from jaxpaged.metadata.batch import LEAST_SAVED
 from jaxpaged.pallas import attention
 from jaxpaged.pallas import prefill_plan as field
 from jaxpaged.pallas.cascade import Prefix, plan_prefix, prefix_shape, shared_prefix
+from jaxpaged.pallas.tuning import gpu_of
 from jaxpaged.testing.cases import Case, build, named_cases, tolerance
 
 BLOCK = 16
@@ -111,7 +112,7 @@ def test_the_length_is_right_for_any_batch(seed):
 def test_the_plan_has_each_step_once(tokens, heads, kv_heads):
     cache = jax.eval_shape(lambda: KVCache.zeros(600, 16, kv_heads, 128, "bfloat16"))
     query = jax.ShapeDtypeStruct((tokens, heads, 128), jnp.bfloat16)
-    shape = prefix_shape(query, cache, make_options(num_heads=heads, num_reqs=tokens, **DEFAULTS))
+    shape = prefix_shape(query, cache, make_options(num_heads=heads, num_reqs=tokens, **DEFAULTS), gpu_of())
     tiling = shape.tiling
     for steps in (0, 1, 7, 33):
         plan = plan_prefix(shape, Prefix(jnp.int32(steps * tiling.step), None))

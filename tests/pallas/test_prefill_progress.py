@@ -24,15 +24,15 @@ ON_A_GPU = {
 }
 PROGRAM = """
 import contextlib
-from jaxpaged.pallas import config
+import dataclasses
 from jaxpaged.pallas.mosaic import interpreted
+from jaxpaged.pallas.tuning import gpu_of, tuned_for
 from jaxpaged.testing.cases import Case
 from jaxpaged.testing.doors import DOORS
 from jaxpaged.testing.verify import compare
 
-config.SM_COUNT = {num_sms}
 MASKED = (("mask_mod", lambda b, h, q, k: (b != 1) & (k > 5)),)
-with {within}:
+with {within}, tuned_for(dataclasses.replace(gpu_of(), num_sms={num_sms})):
     result = compare(Case({case}), "kernels", DOORS["kernels"])
 assert result.ok and result.skipped is None, result
 """

@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 
-from jaxpaged.attention import _mosaic_gpu
-from jaxpaged.pallas import attention, config
+from jaxpaged.pallas.tuning import DecodeTiles, Rule, ShapeClass, gpu_of, tuned_for
 from jaxpaged.testing.cases import Case
 from jaxpaged.testing.doors import DOORS
 from jaxpaged.testing.verify import compare
 
+FEW = dataclasses.replace(gpu_of(), num_sms=2)
+"""With few multiprocessors, CTAs have many tiles."""
 QUANTIZED = {"num_heads": 8, "num_kv_heads": 8, "dtype": "bfloat16"}
 CASES = [
     Case("decode", (1, 1), (600, 1)),
@@ -20,21 +21,23 @@ CASES = [
 
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_decode(kernels, monkeypatch, case, stages):
-    chosen = config.decode_config
-    monkeypatch.setattr(config, "SM_COUNT", 2)
-    monkeypatch.setattr(attention, "decode_config", lambda *a, **k: dataclasses.replace(chosen(*a, **k), stages=stages))
-    _check(case)
+def test_decode(kernels, case, stages):
+    with tuned_for(dataclasses.replace(FEW, decode=(Rule(ShapeClass(), DecodeTiles(64, 2, stages, 4)),))):
+        check(case)
 
 
-def test_prefill(kernels, monkeypatch):
-    monkeypatch.setattr(config, "SM_COUNT", 2)
-    _check(Case("prefill", (140,), (700,), num_heads=2, num_kv_heads=1))
+def test_decode_of_large_tiles(kernels):
+    with tuned_for(dataclasses.replace(FEW, decode=(Rule(ShapeClass(), DecodeTiles(128, 1, 2, 1)),))):
+        for case in CASES:
+            check(case)
 
 
-def _check(case):
-    _mosaic_gpu.clear_cache()
+def test_prefill(kernels):
+    with tuned_for(FEW):
+        check(Case("prefill", (140,), (700,), num_heads=2, num_kv_heads=1))
+
+
+def check(case):
     result = compare(case, "kernels", DOORS["kernels"])
-    _mosaic_gpu.clear_cache()
     assert result.skipped is None
     assert result.ok, result
