@@ -10,6 +10,7 @@ import jax
 Implementation = Literal["reference", "mosaic_gpu"]
 SUITABLE_GPUS = ("9.0",)
 """Compute capabilities that the Pallas kernels are written for: Hopper."""
+GPU_PLATFORMS = ("gpu", "cuda")
 
 
 def choose(implementation: str | None, arrays: Any, refusal: Callable[[], str | None]) -> str:
@@ -30,8 +31,11 @@ def choose(implementation: str | None, arrays: Any, refusal: Callable[[], str | 
         return "reference"
     from jaxpaged.pallas.mosaic import interpreter  # only here, so that a machine without a GPU need not load Pallas
 
-    reason = None if interpreter() is not None else _unsuitable(_device(arrays))
+    device = _device(arrays)
+    reason = None if interpreter() is not None else _unsuitable(device)
     if implementation is None:
+        if reason is not None and _platform(device) in GPU_PLATFORMS:
+            _warn_once(reason)
         return "mosaic_gpu" if reason is None and refusal() is None else "reference"
     reason = reason or refusal()
     if reason is not None:
@@ -66,15 +70,17 @@ def _device(arrays: Any) -> Any:
 
 def _unsuitable(device: Any) -> str | None:
     """Why the kernels don't run on a device, or None."""
-    platform = device if isinstance(device, str) else device.platform
-    if platform not in ("gpu", "cuda"):
-        return f"the kernels run on NVIDIA GPUs, not on the platform {platform}"
+    if _platform(device) not in GPU_PLATFORMS:
+        return f"the kernels run on NVIDIA GPUs, not on the platform {_platform(device)}"
     capability = getattr(device, "compute_capability", None)
     if capability in SUITABLE_GPUS:
         return None
-    reason = f"the kernels are written for GPUs of compute capability {', '.join(SUITABLE_GPUS)}, not {capability}"
-    _warn_once(reason)
-    return reason
+    suitable = ", ".join(SUITABLE_GPUS)
+    return f"the kernels are written for GPUs of compute capability {suitable}, not {capability} ({device.device_kind})"
+
+
+def _platform(device: Any) -> str:
+    return device if isinstance(device, str) else device.platform
 
 
 @functools.cache

@@ -107,6 +107,11 @@ def variants() -> dict[str, Variant]:
     found |= {f"head-size-{n}": MIXED.but(head_size=n) for n in HEAD_SIZES}
     found |= {f"head-size-{n}-unpacked": UNPACKED.but(head_size=n) for n in (40, 64, 192, 256)}
     found |= {f"head-size-{n}-in-parts": MODES["packed-in-parts"].but(head_size=n) for n in (40, 256)}
+    # Shared memory has room for fewer tiles then, and with twice the rows for none.
+    found |= {f"head-size-{n}-decode-8-new": MODES["decode-8-new"].but(head_size=n) for n in (192, 256)}
+    found["head-size-256-group-8-decode-8-new"] = MODES["decode-8-new"].but(
+        head_size=256, group=8, takes="dp", in_parts=True
+    )
     found |= {
         f"head-sizes-{n}-{m}": MIXED.but(head_size=n, v_head_size=m) for n, m in ((192, 128), (64, 40), (40, 256))
     }
