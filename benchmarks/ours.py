@@ -1,5 +1,6 @@
 """Our attention as programs that are measured: of one layer, and of two layers that share what they can."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,9 +79,18 @@ class Ours:
         self._layers.append((shared(query.flip(1)), self._cache(key.clone(), value.clone())))
         return True
 
-    def _run(self, first: int, end: int) -> Any:
+    def _arguments(self, first: int, end: int) -> tuple[Any, ...]:
         queries, caches = zip(*self._layers[first:end], strict=True)
-        return self._attend(queries, caches, self._batch, self._arrays)
+        return queries, caches, self._batch, self._arrays
+
+    def _run(self, first: int, end: int) -> Any:
+        return self._attend(*self._arguments(first, end))
+
+    def compiled(self) -> Callable[[], Any]:
+        """`one` as a program that is compiled now, and not anew whatever changes."""
+        arguments = self._arguments(0, 1)
+        program = self._attend.lower(*arguments).compile()
+        return lambda: program(*arguments)[0]
 
     def one(self) -> Any:
         """The first layer."""
