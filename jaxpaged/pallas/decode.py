@@ -250,9 +250,8 @@ def _allocate(
     operands = Operands(**dict(zip(names, refs, strict=True)))
     keys, values = shape.tiles("key"), shape.tiles("value")
 
-    let_next_kernel_start(interpret)
-
     def run(**refs: Any) -> None:
+        let_next_kernel_start(interpret)
         memory = Memory(**refs)
         memory = memory._replace(
             q=split_views(memory.q, interpret),

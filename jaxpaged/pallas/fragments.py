@@ -37,7 +37,7 @@ def permuted_columns(x: Any) -> Any:
 
 
 def as_operand(x: Any, interpret: Interpreter | None) -> Any:
-    """`x` [ROWS, COLUMNS] of 16 bits in `BY_16_BYTES` as wgmma takes it, with its columns as `permuted_columns`.
+    """`x` [n * ROWS, COLUMNS] of 16 bits in `BY_16_BYTES` as wgmma takes it, with its columns as `permuted_columns`.
 
     Nothing moves: columns are summed over, and so may come in any order that both operands share.
     """
@@ -46,14 +46,14 @@ def as_operand(x: Any, interpret: Interpreter | None) -> Any:
 
     def reinterpret(_: Any, x: Any) -> Any:
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(x.shape), dtype=object)
-        by_row = registers.reshape(COLUMNS // 8, 2)  # columns by eights, rows g and g + 8
-        for half, wide in enumerate(x.registers.flat):
+        pairs = registers.reshape(-1, COLUMNS // 8, 2)  # tiles of rows, columns by eights, and rows g and g + 8
+        pair = ir.VectorType.get((2,), x.mlir_dtype)
+        for (tile, half), wide in np.ndenumerate(x.registers.reshape(-1, 2)):
             for i in range(COLUMNS // 8):
-                pair = ir.VectorType.get((2,), x.mlir_dtype)
-                by_row[i, half] = vector.extract_strided_slice(pair, wide, [2 * i], [2], [1])
+                pairs[tile, i, half] = vector.extract_strided_slice(pair, wide, [2 * i], [2], [1])
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct((ROWS, COLUMNS), x.dtype, layout=plgpu.Layout.WGMMA)
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=plgpu.Layout.WGMMA)
     return plgpu.inline_mgpu(arg_types=(BY_16_BYTES,), return_type=result)(reinterpret)(x)
 
 
@@ -93,19 +93,20 @@ BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def column(ref: Any, index: Any, interpret: Interpreter | None) -> Any:
-    """Column `index` of `ref` [ROWS, n], numbers of 32 bits in shared memory, in `BY_ROW`."""
+    """Column `index` of `ref` [n * ROWS, m], numbers of 32 bits in shared memory, in `BY_ROW`."""
     if interpret is not None:
         return ref[...][:, index]
 
     def gather(_: Any, ref: Any, index: Any) -> Any:
         layout = mgpu.WGMMA_ROW_LAYOUT
-        registers = np.empty(layout.registers_shape((ROWS,)), dtype=object)
+        rows = tuple(ir.MemRefType(ref.type).shape[:1])
+        registers = np.empty(layout.registers_shape(rows), dtype=object)
         where = arith.index_cast(ir.IndexType.get(), index.registers.item())
-        for at, (row,) in zip(np.ndindex(registers.shape), layout.thread_idxs((ROWS,)), strict=True):
+        for at, (row,) in zip(np.ndindex(registers.shape), layout.thread_idxs(rows), strict=True):
             number = memref.load(ref, [row, where])
             registers[at] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct((ROWS,), ref.dtype, layout=BY_ROW)
+    result = plgpu.ShapeDtypeStruct(ref.shape[:1], ref.dtype, layout=BY_ROW)
     arguments = (plgpu.RefType(), plgpu.Layout.WG_SPLAT)
     return plgpu.inline_mgpu(arg_types=arguments, return_type=result)(gather)(ref, index)

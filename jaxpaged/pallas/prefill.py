@@ -31,6 +31,7 @@ from jaxpaged.pallas.paged_tiles import (
     chunk_columns,
     chunk_slice,
     iota,
+    iota_of_axis,
     load_tiles,
     split_views,
     tile_at,
@@ -564,7 +565,7 @@ def _clear_unused_values(
     def _clear() -> None:
         for first in range(0, shape.tiling.step, WG_ROWS):
             for part in values.parts(memory.v, slot, WG_ROWS, first):
-                position = iota(part.shape, 0) + (first_pos + first)
+                position = iota_of_axis(part.shape, 0, plgpu.Layout.WGMMA) + (first_pos + first)
                 clear(part, (position >= low) & (position < high))
                 if readable is not None:
                     pl.when(item.damaged)(functools.partial(clear_unreadable, part, first))

@@ -30,23 +30,24 @@ def in_kernel(body, out, *inputs, smem):
     return call(*inputs)
 
 
+@pytest.mark.parametrize("rows", [ROWS, 2 * ROWS])
 @pytest.mark.parametrize(
     ("stored", "dtype"), [("float8_e4m3fn", "float16"), ("float8_e5m2", "float16"), ("int8", "bfloat16")]
 )
-def test_products_with_eight_bit_numbers(kernels, stored, dtype):
+def test_products_with_eight_bit_numbers(kernels, stored, dtype, rows):
     rng, interpret = np.random.default_rng(0), interpreter()
-    a = jnp.asarray(rng.uniform(-100, 100, (ROWS, COLUMNS)), stored)
+    a = jnp.asarray(rng.uniform(-100, 100, (rows, COLUMNS)), stored)
     b = jnp.asarray(rng.standard_normal((8, COLUMNS)), dtype)
 
     def body(out, a_ref, b_ref):
         x = plgpu.load(a_ref, layout=BY_16_BYTES, optimized=False).astype(dtype)
-        out[...] = dot([(as_operand(x, interpret), transposed(b_ref))], (ROWS, 8), interpret)
+        out[...] = dot([(as_operand(x, interpret), transposed(b_ref))], (rows, 8), interpret)
 
     smem = [
         plgpu.SMEM(a.shape, a.dtype, transforms=swizzled(a.dtype, COLUMNS)),
         plgpu.SMEM(b.shape, b.dtype, transforms=swizzled(b.dtype)),
     ]
-    out = jax.ShapeDtypeStruct((ROWS, 8), jnp.float32)
+    out = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
     got = in_kernel(body, out, a, permuted_columns(b), smem=smem)
     expected = np.asarray(a).astype(np.float64) @ np.asarray(b).astype(np.float64).T
     np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-5, atol=1e-3)
@@ -68,10 +69,10 @@ def test_division_rounds_to_nearest(kernels):
     np.testing.assert_array_equal(np.asarray(got), x / y)
 
 
-@pytest.mark.parametrize("index", [0, 5])
-def test_column(kernels, index):
+@pytest.mark.parametrize(("rows", "index"), [(ROWS, 0), (2 * ROWS, 5)])
+def test_column(kernels, rows, index):
     interpret = interpreter()
-    x = np.random.default_rng(0).standard_normal((ROWS, 8)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((rows, 8)).astype(np.float32)
 
     def body(out, x_ref):
         which = lax.axis_index("cta") + index
@@ -84,20 +85,21 @@ def test_column(kernels, index):
     np.testing.assert_array_equal(np.asarray(got), np.broadcast_to(x[:, index : index + 1], x.shape))
 
 
-def test_lowers_for_cuda():
+@pytest.mark.parametrize("rows", [ROWS, 2 * ROWS])
+def test_lowers_for_cuda(rows):
     """Each of the above, as it is compiled."""
-    x = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.int8)
+    x = jax.ShapeDtypeStruct((rows, COLUMNS), jnp.int8)
     b = jax.ShapeDtypeStruct((8, COLUMNS), jnp.bfloat16)
 
     def body(out, a_ref, b_ref):
         a = as_operand(plgpu.load(a_ref, layout=BY_16_BYTES, optimized=False).astype(jnp.bfloat16), None)
-        s = dot([(a, transposed(b_ref))], (ROWS, 8), None)
+        s = dot([(a, transposed(b_ref))], (rows, 8), None)
         out[...] = divide(s, plgpu.layout_cast(s + 1.0, plgpu.Layout.WGMMA), plgpu.Layout.WGMMA, None)
 
     smem = [
         plgpu.SMEM(x.shape, x.dtype, transforms=swizzled(x.dtype, COLUMNS)),
         plgpu.SMEM(b.shape, b.dtype, transforms=swizzled(b.dtype)),
     ]
-    call = functools.partial(in_kernel, body, jax.ShapeDtypeStruct((ROWS, 8), jnp.float32), smem=smem)
+    call = functools.partial(in_kernel, body, jax.ShapeDtypeStruct((rows, 8), jnp.float32), smem=smem)
     lowered = jax.jit(call).trace(x, b).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in lowered

@@ -68,7 +68,7 @@ WRONG = {
     "no such tile": ([*DECODE, "use", "tile"], 96, r"decode\[0\]\.use\.tile: expected 64 or 128, got 96"),
     "too many registers": ([*PREFILL, "use", "registers"], [240, 32], r"registers: two computing .* have 504"),
     "odd registers": ([*PREFILL, "use", "registers"], [230, 24], r"registers: expected multiples of 8"),
-    "not total": ([*DECODE[:-1], 1, "when"], {"rows": [1, 8]}, r"decode\[1\]\.when: expected {}"),
+    "not total": ([*DECODE[:-1], 2, "when"], {"rows": [1, 8]}, r"decode\[2\]\.when: expected {}"),
     "no rules": (["gpus", H200, "decode"], [], r"decode: expected a list of rules, got \[\]"),
     "no multiprocessors": (["gpus", H200, "num_sms"], 0, r"num_sms: expected an integer of 1 or more, got 0"),
     "not a GPU": (["gpus", H200], 3, rf"gpus\.{H200}: expected an object, got 3"),
