@@ -22,7 +22,7 @@ from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.prefill_rows import row_requests
 from jaxpaged.pallas.scores import normalized, with_sink
 
-MOST_AT_ONCE = 16
+AT_ONCE = 8
 """Parts whose loads are in flight together, with 8 columns; with more they take more registers."""
 
 
@@ -155,7 +155,7 @@ def _merged(shape: DecodeShape, part_out: Any, part_lse: Any, first: Any, last: 
     """Maximum, sum and output of a chunk over the parts of a request, as in the online softmax of decode."""
     head, rows = lax.axis_index("head"), pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
     size = (CHUNK, shape.columns)
-    at_once = max(2, MOST_AT_ONCE * 8 // shape.columns)
+    at_once = max(2, AT_ONCE * 8 // shape.columns)
 
     def load(share: Any) -> tuple[Any, Any]:
         # The request starts in its first share and goes on in the others; beyond the last the first part stands in.
@@ -166,9 +166,9 @@ def _merged(shape: DecodeShape, part_out: Any, part_lse: Any, first: Any, last: 
         beyond = jnp.full((shape.columns,), jnp.where(share > last, 1, 0)) == 1
         return jnp.where(beyond, -jnp.inf, lse), o
 
-    def step(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def add(parts_from: Any, count: int, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         peak, total, acc = state
-        parts = [load(first + i * at_once + j) for j in range(at_once)]
+        parts = [load(parts_from + j) for j in range(count)]
         new = functools.reduce(jnp.maximum, [lse for lse, _ in parts], peak)
         shift = jnp.where(new == -jnp.inf, 0.0, new)
         decay = jnp.exp2(peak - shift)
@@ -183,5 +183,7 @@ def _merged(shape: DecodeShape, part_out: Any, part_lse: Any, first: Any, last: 
 
     by_row = [plgpu.layout_cast(jnp.full((shape.columns,), x, jnp.float32), BY_ROW) for x in (-jnp.inf, 0.0)]
     acc = plgpu.layout_cast(jnp.zeros(size, jnp.float32), plgpu.Layout.WGMMA)
-    count = lax.div(last - first + at_once, jnp.int32(at_once))
-    return lax.fori_loop(0, count, step, (*by_row, acc))
+    # Most requests in parts are in two: others take further turns.
+    state = add(first, 2, (*by_row, acc))
+    turns = lax.div(last - first + (at_once - 2), jnp.int32(at_once))
+    return lax.fori_loop(0, turns, lambda i, state: add(first + 2 + i * at_once, at_once, state), state)

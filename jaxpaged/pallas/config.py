@@ -89,7 +89,7 @@ def _stages_that_fit(cache: KVCache, rows: int, tile: int) -> int:
     k_size, v_size = _padded_sizes(cache)
     by_row = cache.k_scale is not None and cache.k_scale.ndim == 3
     scales = 2 * tile * cache.num_kv_heads * 4 if by_row else 0
-    others = -(-rows // 8) * 8 * (2 * k_size * 2 + tile * 2 + v_size * 4)
+    others = -(-rows // 8) * 8 * (2 * k_size * 2 + tile * 2 + v_size * 4 + 128)  # the last for reductions
     return (SMEM_BYTES - _SMALL_BYTES - widened - others) // (ring + scales)
 
 

@@ -35,7 +35,6 @@ from jaxpaged.pallas.paged_tiles import (
     Stream,
     chunk_slice,
     iota,
-    iota_of_axis,
     load_tiles,
     padded_slice,
     split_views,
@@ -96,10 +95,9 @@ class DecodeShape:
         return PagedTiles(which, self.layout, self.dims, self.buffer_dtype, self.tile, self.stages)
 
     @property
-    def sums_late(self) -> bool:
-        """Whether each thread keeps sums of its own until a piece's end, which spares the threads a meeting in each
-        step but takes registers."""
-        return self.columns <= 16
+    def reduction_bytes(self) -> int:
+        """Shared memory for a number of each row and thread, so that all maxima are found in one meeting of threads."""
+        return max(2048, 128 * self.columns)
 
     @property
     def quantized(self) -> bool:
@@ -167,8 +165,10 @@ class Piece(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Running maximum and sum of each row, or a sum for each of its places in a tile, and its output, transposed, by
-    pieces of the head."""
+    """Running maximum of each row, sum for each of its places in a tile, and output, transposed, by pieces of the head.
+
+    That threads don't add up their sums before a piece's end spares them a meeting in each step.
+    """
 
     peak: Any
     total: Any
@@ -228,7 +228,9 @@ def decode(
         grid_names=("head", "share"),
         num_threads=2,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=shape.reduction_bytes
+        ),
         interpret=interpret,
         kernel_name="paged_decode",
     )(*given.values())
@@ -402,15 +404,11 @@ def _compute(
 
 
 def _empty_state(shape: DecodeShape) -> Softmax:
-    def by_row(value: float) -> Any:
-        return plgpu.layout_cast(jnp.full((shape.columns,), value, jnp.float32), BY_ROW)
-
     sizes = shape.tiles("value").part_sizes
     acc = tuple(plgpu.layout_cast(jnp.zeros((n, shape.columns), jnp.float32), plgpu.Layout.WGMMA) for n in sizes)
-    if not shape.sums_late:
-        return Softmax(by_row(-jnp.inf), by_row(0.0), acc)
-    sums = plgpu.layout_cast(jnp.zeros((shape.tile, shape.columns), jnp.float32), plgpu.Layout.WGMMA)
-    return Softmax(by_row(-jnp.inf), sums, acc)
+    peak = plgpu.layout_cast(jnp.full((shape.columns,), -jnp.inf, jnp.float32), BY_ROW)
+    total = plgpu.layout_cast(jnp.zeros((shape.tile, shape.columns), jnp.float32), plgpu.Layout.WGMMA)
+    return Softmax(peak, total, acc)
 
 
 def _loops(shape: DecodeShape, options: AttentionOptions, piece: Piece) -> list[Loop]:
@@ -469,10 +467,7 @@ def _step(
     shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked or options.score_mod is not None else peak
     p = jnp.exp2(s * factor - lax.broadcast_in_dim(shift, s.shape, [1]))
     decay = jnp.exp2(state.peak - shift)
-    if shape.sums_late:
-        total = state.total * lax.broadcast_in_dim(decay, p.shape, [1]) + p
-    else:
-        total = state.total * decay + p.sum(axis=0)
+    total = state.total * lax.broadcast_in_dim(decay, p.shape, [1]) + p
     acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [1]) for a in state.acc)
     plgpu.barrier_wait(memory.v_full.at[slot])
     if memory.v_scales is not None:
@@ -556,16 +551,27 @@ def _dequantize_values(
 
 def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, piece: Piece, tile: Any) -> TilePlace:
     size = (shape.tile, shape.columns)
-    row = iota(size, 1)
-    kv_pos = iota(size, 0) + tile * shape.tile
-    token = lax.div(row, jnp.full(size, shape.group, jnp.int32)) if shape.max_query_len > 1 else jnp.zeros_like(row)
-    head = row - token * shape.group + lax.axis_index("head") * shape.group
+
+    def token() -> Any:
+        return lax.div(iota(size, 1), jnp.full(size, shape.group, jnp.int32))
+
+    def head() -> Any:
+        first = lax.axis_index("head") * shape.group
+        return iota(size, 1) - (token() * shape.group if shape.max_query_len > 1 else 0) + first
+
+    def q_pos() -> Any:
+        first = piece.kv_len - piece.q_len
+        return token() + first if shape.max_query_len > 1 else first
+
+    def kv_pos() -> Any:
+        return iota(size, 0) + tile * shape.tile
+
     slope = None
     if operands.slopes is not None:
         request = piece.request if operands.slopes.shape[0] > 1 else 0
         vector = plgpu.load(operands.slopes.at[request, lax.axis_index("head")], layout=BY_ROW, optimized=False)
         slope = lax.broadcast_in_dim(vector, size, [1])
-    return TilePlace(piece.request, head, token + (piece.kv_len - piece.q_len), kv_pos, slope)
+    return TilePlace(piece.request, head, q_pos, kv_pos, slope)
 
 
 def _readable(shape: DecodeShape, operands: Operands, piece: Piece, tile: Any) -> Any:
@@ -583,7 +589,7 @@ def _used_values(
 ) -> Any:
     """For an array whose rows are a tile's positions, to which of them some row may attend."""
     low, high = attended_range(options, piece.kv_len - piece.q_len, piece.kv_len - 1, piece.kv_len)
-    position = iota_of_axis(size, 0, layout) + tile * shape.tile
+    position = iota(size, 0, layout) + tile * shape.tile
     used = (position >= low) & (position < high)
     return used if readable is None else used & readable(size, layout=layout)
 
@@ -603,7 +609,7 @@ def _clear_unused_values(
 def _store(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, state: Softmax) -> None:
     """Divide by the sums, and send a whole request's rows to the output, a part's to the workspace."""
     head, share = lax.axis_index("head"), lax.axis_index("share")
-    weight, lse = normalized(state.peak, state.total.sum(axis=0) if shape.sums_late else state.total)
+    weight, lse = normalized(state.peak, state.total.sum(axis=0))
     if operands.v_factors is not None:
         weight = weight * operands.v_factors[head]
     sizes = shape.tiles("value").part_sizes

@@ -57,9 +57,16 @@ def _primitives(jaxpr: Jaxpr) -> set[str]:
 
 
 @functools.lru_cache(maxsize=256)
+def inputs_read(function: Callable[..., Any], *, scored: bool) -> frozenset[int]:
+    """On which of request, head and positions, by index, the result of a mask or a score function depends."""
+    score = [jax.ShapeDtypeStruct(_PLACE[-1].shape, jnp.float32)] if scored else []
+    needed = _needed(jax.make_jaxpr(function)(*score, *_PLACE).jaxpr, {0})
+    return frozenset(i - len(score) for i in needed if i >= len(score))
+
+
 def reads_head(mask_mod: Callable[..., Any]) -> bool:
     """Whether what a mask function returns depends on the query head."""
-    return 1 in _needed(jax.make_jaxpr(mask_mod)(*_PLACE).jaxpr, {0})
+    return 1 in inputs_read(mask_mod, scored=False)
 
 
 def _needed(jaxpr: Jaxpr, results: set[int]) -> set[int]:

@@ -72,7 +72,7 @@ def _kept_tiles(options: AttentionOptions, runs: TileRuns, shape: tuple[int, int
       shape: tokens of a run and positions of a tile.
     """
     num_runs = runs.request.shape[0]
-    heads = num_heads if reads_head(options.mask_mod) else 1
+    heads = num_heads if options.mask_mod is not None and reads_head(options.mask_mod) else 1
     pairs = num_runs * shape[0] * shape[1]
     heads_at_once = min(heads, max(1, AT_ONCE // pairs))
     trips: Any = -(-most // max(1, AT_ONCE // (pairs * heads_at_once)))
@@ -103,7 +103,7 @@ def _keeps_any(options: AttentionOptions, runs: TileRuns, shape: tuple[int, int]
 
     def any_pair(run: TileRuns, column: Any, head: Any) -> Any:
         kv_pos = (run.first_tile + column) * shape[1] + offset
-        place = TilePlace(run.request, head, run.first_pos + token, kv_pos)
+        place = TilePlace(run.request, lambda: head, lambda: run.first_pos + token, lambda: kv_pos)
         return jnp.any((token < run.num_tokens) & kept(options, place, run.kv_len))
 
     # The function sees a request and a head at a time, as in the kernels.

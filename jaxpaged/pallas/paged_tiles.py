@@ -57,14 +57,12 @@ def split_views(ref: Any, interpret: Interpreter | None) -> Views:
     return Views(ref, ref) if interpret is not None else Views(*ref)
 
 
-def iota(size: tuple[int, ...], axis: int) -> Any:
-    """Indices along an axis, as wgmma's results lie in registers."""
-    return plgpu.broadcasted_iota(jnp.int32, size, axis, layout=plgpu.Layout.WGMMA)
+def iota(size: tuple[int, ...], axis: int, layout: Any = plgpu.Layout.WGMMA) -> Any:
+    """Indices along an axis of a matrix, in registers, by default as wgmma's results lie there.
 
-
-def iota_of_axis(size: tuple[int, ...], axis: int, layout: Any) -> Any:
-    """Indices along an axis of a matrix in `layout`, made for the one axis: what is computed of them is not computed,
-    and kept in registers, for each place along the other."""
+    They are made for the one axis: what is computed of them is not computed, and kept in registers, for each place
+    along the other. Mosaic finds no layout where nothing reads them.
+    """
     along = plgpu.broadcasted_iota(jnp.int32, (size[axis],), 0, layout=layout.reduce(1 - axis))
     return plgpu.layout_cast(lax.broadcast_in_dim(along, size, [axis]), layout)
 
@@ -157,7 +155,7 @@ class PagedTiles:
         layout: Any = plgpu.Layout.WGMMA,
     ) -> Any:
         """For an array with a tile's positions from `first` on along an axis, which lie in a block that exists."""
-        position = iota_of_axis(size, axis, layout) + first
+        position = iota(size, axis, layout) + first
         missing = jnp.zeros(size, jnp.int32)
         for j, block in enumerate(self.blocks(table, request, tile, self.last_block(kv_len))):
             mine = (position >= j * self.rows) & (position < (j + 1) * self.rows)

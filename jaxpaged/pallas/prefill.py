@@ -21,7 +21,7 @@ from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import prefill_plan as field
-from jaxpaged.pallas.matmul import dot, dot_onto, transposed
+from jaxpaged.pallas.matmul import dot, dot_and_dot_onto, dot_onto, transposed
 from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, store
 from jaxpaged.pallas.paged_tiles import (
     CHUNK,
@@ -31,7 +31,6 @@ from jaxpaged.pallas.paged_tiles import (
     chunk_columns,
     chunk_slice,
     iota,
-    iota_of_axis,
     load_tiles,
     split_views,
     tile_at,
@@ -380,9 +379,15 @@ def _compute(
         pl.when(item.steps > 0)(lambda: plgpu.barrier_wait(memory.q_full.at[q_slot]))
         pl.when(item.steps > 0)(lambda: plgpu.barrier_wait(memory.k_full.at[lax.rem(steps, jnp.int32(shape.stages))]))
         step = functools.partial(_step, shape, options, operands, memory, interpret, item, q_slot, steps)
+        first_scores = functools.partial(_first_scores, shape, memory, interpret, item, q_slot, steps)
+        nothing = plgpu.layout_cast(jnp.zeros((WG_ROWS, shape.tiling.step), jnp.float32), plgpu.Layout.WGMMA)
+        s = lax.fori_loop(0, jnp.minimum(item.steps, 1), lambda _, s: first_scores(), nothing)
         state = _empty_state(shape)
-        for first, end, how in _loops(shape, options, item):
-            state = lax.fori_loop(first, end, functools.partial(step, **how), state)
+        loops, last_loops = _loops(shape, options, item)
+        for first, end, how in loops:
+            state, s = lax.fori_loop(first, end, functools.partial(step, **how), (state, s))
+        for first, end, how in last_loops:
+            state = lax.fori_loop(first, end, functools.partial(_last_step, step, s, **how), state)
         _store(shape, operands, memory, item, k, state)
 
     _for_each_item(shape, operands, attend)
@@ -410,26 +415,50 @@ def _wg_first(shape: PrefillShape) -> Any:
     return lax.axis_index("wg") * WG_ROWS if shape.splits_tokens else jnp.int32(0)
 
 
-def _loops(shape: PrefillShape, options: AttentionOptions, item: Item) -> list[Loop]:
-    """Ranges of an item's steps and how to treat each: masked or not, and half."""
+def _loops(shape: PrefillShape, options: AttentionOptions, item: Item) -> tuple[list[Loop], list[Loop]]:
+    """Ranges of an item's steps and how to treat each, masked or not; and of its last step, which may be a half one."""
     size = jnp.int32(shape.tiling.step)
     first_pos = item.first_pos + _wg_first(shape)
     last_pos = first_pos + (shape.wg_tokens - 1)
-    most_full = jnp.where(item.damaged, 0, item.steps)
+    last = jnp.maximum(item.steps - 1, 0)
+    most_full = jnp.where(item.damaged, 0, last)
     loops, full_end = leading_loops(
         options, first_pos, last_pos, item.kv_len, shape.tiling.step, item.first_step, most_full
     )
-    masked_end = item.steps
-    if shape.half_steps:
-        rows = jnp.minimum(item.rows - _wg_first(shape), shape.wg_tokens)
-        _, high = attended_range(options, first_pos, first_pos + rows - 1, item.kv_len)
-        last_start = (item.first_step + item.steps - 1) * size
-        needs_half = (high - last_start <= shape.tiling.step // 2) & (item.steps > full_end) & ~item.damaged
-        masked_end -= jnp.where(needs_half, 1, 0)
-    loops.append((full_end, masked_end, {"masked": True}))
-    if shape.half_steps:
-        loops.append((masked_end, item.steps, {"masked": True, "width": shape.tiling.step // 2}))
-    return loops
+    loops.append((full_end, last, {"masked": True}))
+    if not shape.half_steps:
+        return loops, [(last, item.steps, {})]
+    rows = jnp.minimum(item.rows - _wg_first(shape), shape.wg_tokens)
+    _, high = attended_range(options, first_pos, first_pos + rows - 1, item.kv_len)
+    half = (high - (item.first_step + last) * size <= shape.tiling.step // 2) & ~item.damaged
+    whole_end = jnp.where(half, last, item.steps)
+    return loops, [(last, whole_end, {}), (whole_end, item.steps, {"width": shape.tiling.step // 2})]
+
+
+def _score_operands(shape: PrefillShape, memory: Memory, q_slot: Any, step: Any) -> list[tuple[Any, Any]]:
+    """What the scores of a step, counted from the CTA's first one, are products of."""
+    keys, slot = shape.tiles("key"), lax.rem(step, jnp.int32(shape.stages))
+    wg = lax.axis_index("wg")
+    queries = [memory.q.tensor_core.at[(q_slot * 2 + wg) * keys.chunks + c] for c in range(keys.chunks)]
+    return [(q, transposed(keys.chunk(memory.k, slot, c))) for c, q in enumerate(queries)]
+
+
+def _keys_are_used(shape: PrefillShape, memory: Memory, item: Item, q_slot: Any, steps: Any, i: Any) -> None:
+    """The keys of an item's step are needed no more; nor are, after the last one's, its queries."""
+    plgpu.barrier_arrive(memory.k_empty.at[lax.rem(steps + i, jnp.int32(shape.stages))])
+    # Before the last turn is waited for: the other warpgroup's may need the next item's queries.
+    pl.when(i == item.steps - 1)(lambda: plgpu.barrier_arrive(memory.q_empty.at[q_slot]))
+
+
+def _first_scores(
+    shape: PrefillShape, memory: Memory, interpret: Interpreter | None, item: Item, q_slot: Any, steps: Any
+) -> Any:
+    """The products of an item's queries with its first step's keys."""
+    operands = _score_operands(shape, memory, q_slot, steps)
+    size = (WG_ROWS, shape.tiling.step)
+    s = dot(operands, size, interpret, meanwhile=functools.partial(_take_turn, memory))
+    _keys_are_used(shape, memory, item, q_slot, steps, jnp.int32(0))
+    return s
 
 
 def _step(
@@ -442,40 +471,76 @@ def _step(
     q_slot: Any,
     steps: Any,
     i: Any,
-    state: Softmax,
+    carry: tuple[Softmax, Any],
     *,
     masked: bool = False,
+    last: bool = False,
     width: int | None = None,
-) -> Softmax:
-    """One step: scores, online softmax, and the step's values onto the output."""
+) -> tuple[Softmax, Any]:
+    """Online softmax of a step's scores; then its values onto the output and, unless it is the last, the next scores.
+
+    These two products are on their way together: between them, the tensor cores would have nothing to do.
+    """
     # Looked up before the products, so that it is there after them.
     listed = None if operands.kept_steps is None else tile_at(operands.kept_steps, item.first_step + i)
 
     def tile() -> Any:
         return item.first_step + i if listed is None else listed
 
-    keys, values = shape.tiles("key"), shape.tiles("value")
-    wg = lax.axis_index("wg")
-    checked = masked and width is None  # a half step is no damaged request's
-    readable: Any = None
-    width = width or shape.tiling.step
-    size = (WG_ROWS, width)
+    state, s = carry
+    values = shape.tiles("value")
     slot = lax.rem(steps + i, jnp.int32(shape.stages))
-    q_chunks = [memory.q.tensor_core.at[(q_slot * 2 + wg) * keys.chunks + c] for c in range(keys.chunks)]
-    k_chunks = [transposed(keys.chunk(memory.k, slot, c, width)) for c in range(keys.chunks)]
-    pairs = list(zip(q_chunks, k_chunks, strict=True))
-    s = dot(pairs, size, interpret, meanwhile=functools.partial(_take_turn, memory))
-    plgpu.barrier_arrive(memory.k_empty.at[slot])
-    # Before the last turn is waited for: the other warpgroup's may need the next item's queries.
-    pl.when(i == item.steps - 1)(lambda: plgpu.barrier_arrive(memory.q_empty.at[q_slot]))
+    peak, total, acc, p, readable = _softmax(shape, options, operands, item, tile, state, s, masked, width)
+    wg = lax.axis_index("wg")
+    if not last:
+        plgpu.barrier_wait(memory.k_full.at[lax.rem(steps + i + 1, jnp.int32(shape.stages))])
+    if masked:
+        # The first warpgroup clears unused values for both, before it lets the second go ahead.
+        plgpu.barrier_wait(memory.v_full.at[slot])
+        first_pos = tile() * shape.tiling.step
+        pl.when(wg == 0)(lambda: _clear_unused_values(shape, options, memory, item, first_pos, slot, readable))
+    plgpu.barrier_arrive(memory.turns)
+    if not masked:
+        plgpu.barrier_wait(memory.v_full.at[slot])
+    plgpu.barrier_wait(memory.turns)
+    v = values.parts(memory.v, slot, width)
+    if last:
+        acc = dot_onto(acc, p, v, interpret)
+    else:
+        following = _score_operands(shape, memory, q_slot, steps + i + 1)
+        hand_over = functools.partial(_take_turn, memory)
+        s, acc = dot_and_dot_onto(following, (WG_ROWS, shape.tiling.step), acc, p, v, interpret, hand_over)
+        _keys_are_used(shape, memory, item, q_slot, steps, i + 1)
+    plgpu.barrier_arrive(memory.v_empty.at[slot])
+    return Softmax(peak, total, acc), s
 
-    first_pos = tile() * shape.tiling.step
-    place = _place(shape, operands, item, first_pos, size)
+
+def _last_step(step: Any, s: Any, i: Any, state: Softmax, *, width: int | None = None) -> Softmax:
+    return step(i, (state, s), masked=True, last=True, width=width)[0]
+
+
+def _softmax(
+    shape: PrefillShape,
+    options: AttentionOptions,
+    operands: Operands,
+    item: Item,
+    tile: Any,
+    state: Softmax,
+    s: Any,
+    masked: bool,
+    width: int | None,
+) -> tuple[Any, Any, tuple[Any, ...], Any, Any]:
+    """The running maximum, sum and output before a step's values, its weights, and which positions can be read."""
+    checked = masked and width is None  # a half step is no damaged request's
+    size = (WG_ROWS, width or shape.tiling.step)
+    s = s[:, : size[1]]
+    place = _place(shape, operands, item, tile() * shape.tiling.step, size)
     s, factor = log2_scores(s, options, place)
     if masked:
         s = jnp.where(kept(options, place, item.kv_len), s, -jnp.inf)
+    readable: Any = None
     if checked:
-        readable = functools.partial(keys.readable, operands.table, item.table_row, tile(), item.kv_len)
+        readable = functools.partial(shape.tiles("key").readable, operands.table, item.table_row, tile(), item.kv_len)
         s = lax.cond(item.damaged, lambda s: jnp.where(readable(size, axis=1), s, -jnp.inf), lambda s: s, s)
     peak = jnp.maximum(state.peak, s.max(axis=1) * factor)
     # A row may have nothing to attend to so far: then any finite shift gives exp2(-inf) = 0 where -inf would give NaN.
@@ -484,40 +549,30 @@ def _step(
     p = jnp.exp2(s * factor - lax.broadcast_in_dim(shift, size, [0]))
     acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [0]) for a in state.acc)
     total = state.total * decay + p.sum(axis=1)
-    p = p.astype(shape.dtype)
-    acc, total, peak, p = lax.optimization_barrier((acc, total, peak, p))
-    if masked:
-        # The first warpgroup clears unused values for both, before it lets the second go ahead.
-        plgpu.barrier_wait(memory.v_full.at[slot])
-        pl.when(wg == 0)(lambda: _clear_unused_values(shape, options, memory, item, first_pos, slot, readable))
-    plgpu.barrier_arrive(memory.turns)
-    if not masked:
-        plgpu.barrier_wait(memory.v_full.at[slot])
-    plgpu.barrier_wait(memory.turns)
-
-    def await_next_keys() -> None:
-        following = lax.rem(steps + i + 1, jnp.int32(shape.stages))
-        pl.when(i + 1 < item.steps)(lambda: plgpu.barrier_wait(memory.k_full.at[following]))
-
-    acc = dot_onto(acc, p, values.parts(memory.v, slot, width), interpret, meanwhile=await_next_keys)
-    plgpu.barrier_arrive(memory.v_empty.at[slot])
-    return Softmax(peak, total, acc)
+    acc, total, peak, p = lax.optimization_barrier((acc, total, peak, p.astype(shape.dtype)))
+    return peak, total, acc, p, readable
 
 
 def _place(shape: PrefillShape, operands: Operands, item: Item, first_pos: Any, size: tuple[int, int]) -> TilePlace:
-    row = iota(size, 0)
-    token = row & (shape.wg_tokens - 1)
-    q_pos = token + (item.first_pos + _wg_first(shape))
-    kv_pos = iota(size, 1) + first_pos
+    def q_pos() -> Any:
+        return (iota(size, 0) & (shape.wg_tokens - 1)) + (item.first_pos + _wg_first(shape))
+
+    def kv_pos() -> Any:
+        return iota(size, 1) + first_pos
+
     if not shape.tiling.packed or shape.splits_tokens:
-        head = item.head if not shape.tiling.packed else item.head * shape.group
-        slope = None if operands.slopes is None else operands.slopes[_slopes_row(operands, item), head]
-        return TilePlace(item.table_row, head, q_pos, kv_pos, slope)
-    head = _head_slot(shape, row) + (item.head * shape.group + lax.axis_index("wg") * shape.heads_per_wg)
+        only = item.head if not shape.tiling.packed else item.head * shape.group
+        slope = None if operands.slopes is None else operands.slopes[_slopes_row(operands, item), only]
+        return TilePlace(item.table_row, lambda: only, q_pos, kv_pos, slope)
+
+    def head() -> Any:
+        first = item.head * shape.group + lax.axis_index("wg") * shape.heads_per_wg
+        return _head_slot(shape, iota(size, 0)) + first
+
     slope = None
     if operands.slopes is not None:
         slopes_row = operands.slopes.at[_slopes_row(operands, item)]
-        slope = _of_head_slots(shape, slopes_row, item, size, row)
+        slope = _of_head_slots(shape, slopes_row, item, size, iota(size, 0))
     return TilePlace(item.table_row, head, q_pos, kv_pos, slope)
 
 
@@ -565,7 +620,7 @@ def _clear_unused_values(
     def _clear() -> None:
         for first in range(0, shape.tiling.step, WG_ROWS):
             for part in values.parts(memory.v, slot, WG_ROWS, first):
-                position = iota_of_axis(part.shape, 0, plgpu.Layout.WGMMA) + (first_pos + first)
+                position = iota(part.shape, 0) + (first_pos + first)
                 clear(part, (position >= low) & (position < high))
                 if readable is not None:
                     pl.when(item.damaged)(functools.partial(clear_unreadable, part, first))

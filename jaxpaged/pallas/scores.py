@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpaged.pallas.functions import call
+from jaxpaged.pallas.functions import call, inputs_read
 from jaxpaged.reference.attention import AttentionOptions
 
 LOG2E = math.log2(math.e)
@@ -15,19 +16,28 @@ LN2 = math.log(2.0)
 
 @dataclasses.dataclass(frozen=True)
 class TilePlace:
-    """Where a tile of scores lies. Each is a scalar or an array of the tile's shape.
+    """Where a tile of scores lies: scalars or arrays of the tile's shape, or functions that make them.
+
+    What is not needed must not be made: Mosaic finds no layout for an array that nothing reads.
 
     Attributes:
-      request, head: indices of the request and of the query head.
+      request: index of the request.
+      head: index of the query head.
       q_pos, kv_pos: logical positions.
       slope: of ALiBi, or None.
     """
 
     request: Any
-    head: Any
-    q_pos: Any
-    kv_pos: Any
+    head: Callable[[], Any]
+    q_pos: Callable[[], Any]
+    kv_pos: Callable[[], Any]
     slope: Any = None
+
+    def call(self, function: Callable[..., Any], *score: Any) -> Any:
+        """A user's mask or score function of this place."""
+        read = inputs_read(function, scored=bool(score))
+        makers = (lambda: self.request, self.head, self.q_pos, self.kv_pos)
+        return call(function, *score, *(make() if i in read else jnp.int32(0) for i, make in enumerate(makers)))
 
 
 def changes_scores(options: AttentionOptions) -> bool:
@@ -46,9 +56,9 @@ def log2_scores(s: Any, options: AttentionOptions, place: TilePlace) -> tuple[An
     if options.soft_cap is not None:
         s = _soft_cap(s, options.soft_cap)
     if options.score_mod is not None:
-        s = call(options.score_mod, s, place.request, place.head, place.q_pos, place.kv_pos).astype(jnp.float32)
+        s = place.call(options.score_mod, s).astype(jnp.float32)
     if place.slope is not None:
-        s = s + place.slope * (place.kv_pos - place.q_pos).astype(jnp.float32)
+        s = s + place.slope * (place.kv_pos() - place.q_pos()).astype(jnp.float32)
     return s, LOG2E
 
 
@@ -72,13 +82,15 @@ def with_sink(weight: Any, lse: Any, sink: Any) -> Any:
 def kept(options: AttentionOptions, place: TilePlace, kv_len: Any) -> Any:
     """Which scores of a tile take part."""
     left, right = options.window
-    keep = place.kv_pos < kv_len
+    last: Any = kv_len - 1  # one comparison for each score, with what is the same along a row
     if options.causal:
-        keep &= place.kv_pos <= place.q_pos
-    if left is not None:
-        keep &= place.kv_pos >= place.q_pos - left
+        last = jnp.minimum(place.q_pos(), last)
     if right is not None:
-        keep &= place.kv_pos <= place.q_pos + right
+        last = jnp.minimum(place.q_pos() + right, last)
+    keep = place.kv_pos() <= last
+    if left is not None:
+        keep &= place.kv_pos() >= place.q_pos() - left
     if options.mask_mod is not None:
-        keep &= call(options.mask_mod, place.request, place.head, place.q_pos, place.kv_pos)
+        mine = place.call(options.mask_mod)
+        keep &= mine if jnp.ndim(mine) else jnp.full(keep.shape, jnp.where(mine, 1, 0)) == 1
     return keep

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from jaxpaged import KVCache, PagedBatch
-from jaxpaged.attention import _mosaic_gpu
 from jaxpaged.metadata.masks import CausalMask, FullMask, and_masks
-from jaxpaged.pallas import config, decode_plan, mask_tiles, prefill_plan
+from jaxpaged.pallas import decode_plan, mask_tiles, prefill_plan
 from jaxpaged.pallas.decode_plan import plan_decode
 from jaxpaged.pallas.functions import reads_head
 from jaxpaged.pallas.prefill_plan import MOST_REQUESTS, PrefillTiling, plan_prefill
@@ -73,20 +72,10 @@ ALL += [(shape, mask) for shape in ("several-new", "packed", "in-parts", "mixed"
 ALL += [("decode-in-parts", dilated), ("in-parts", dilated), ("packed", block_diagonal)]
 
 
-@pytest.fixture
-def few_sms(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    def set_number(number: int) -> None:
-        monkeypatch.setattr(config, "SM_COUNT", number)
-        _mosaic_gpu.clear_cache()  # the number is no part of the key
-
-    yield set_number
-    _mosaic_gpu.clear_cache()
-
-
 @pytest.mark.parametrize(("shape", "mask"), ALL, ids=lambda x: getattr(x, "__name__", x))
-def test_values(kernels, few_sms, shape, mask):
+def test_values(kernels, set_multiprocessors, shape, mask):
     number, case = SHAPES[shape]
-    few_sms(number)
+    set_multiprocessors(number)
     case = dataclasses.replace(case, name=shape, options=(*options_of(mask), ("sinks", True)))
     result = compare(case, "kernels", DOORS["kernels"])
     assert result.skipped is None
@@ -103,8 +92,8 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_with_other_options(kernels, few_sms, name):
-    few_sms(2)
+def test_with_other_options(kernels, set_multiprocessors, name):
+    set_multiprocessors(2)
     result = compare(dataclasses.replace(MORE[name], name=name), "kernels", DOORS["kernels"])
     assert result.skipped is None
     assert result.ok, result
@@ -112,9 +101,9 @@ def test_with_other_options(kernels, few_sms, name):
 
 @pytest.mark.parametrize("garbage", ["not a number", "out of range"])
 @pytest.mark.parametrize("shape", ["decode", "several-new", "packed", "unpacked"])
-def test_blocks_of_skipped_tiles_may_be_anything(kernels, few_sms, shape, garbage):
+def test_blocks_of_skipped_tiles_may_be_anything(kernels, set_multiprocessors, shape, garbage):
     number, case = SHAPES[shape]
-    few_sms(number)
+    set_multiprocessors(number)
     case = dataclasses.replace(case, name=shape, options=options_of(dilated), dtype="bfloat16")
     inputs = build(case)
     expected, expected_lse = inputs.expected()
@@ -128,10 +117,10 @@ def test_blocks_of_skipped_tiles_may_be_anything(kernels, few_sms, shape, garbag
 
 
 @pytest.mark.parametrize("rows", [(1, 2), (2, 22)], ids=["decode", "prefill"])
-def test_batch_invariant(kernels, few_sms, rows):
+def test_batch_invariant(kernels, set_multiprocessors, rows):
     """A request's bits are the same alone and among others."""
     request, rows = rows[0], slice(*rows)
-    few_sms(2)
+    set_multiprocessors(2)
     options = (("mask_mod", dilated), ("batch_invariant", True))
     inputs = build(Case("", (1, 1, 20), (300, 450, 420), options=options, dtype="bfloat16"))
     alone = dataclasses.replace(
@@ -200,9 +189,9 @@ def test_tiles_of_decode(mask, window):
 
 
 TILINGS = {
-    "unpacked": PrefillTiling(128, False, 128, 3),
-    "packed": PrefillTiling(16, True, 128, 3),
-    "in-parts": PrefillTiling(16, True, 64, 40, most_parts=7),
+    "unpacked": PrefillTiling(128, False, 128, 3, most_parts=1, l2_bytes=1 << 20),
+    "packed": PrefillTiling(16, True, 128, 3, most_parts=1, l2_bytes=1 << 20),
+    "in-parts": PrefillTiling(16, True, 64, 40, most_parts=7, l2_bytes=1 << 20),
 }
 
 
@@ -249,14 +238,14 @@ def test_evaluation_in_turns_finds_the_same(monkeypatch, x64):
 
 
 @pytest.mark.parametrize("shape", ["decode", "packed"])
-def test_a_list_too_long_skips_nothing(kernels, few_sms, monkeypatch, shape):
+def test_a_list_too_long_skips_nothing(kernels, set_multiprocessors, monkeypatch, shape):
     monkeypatch.setattr(mask_tiles, "MOST_LISTED", 1)
     cache, batch = batch_of((1, 4), (700, 130))
     plan = made_decode_plan(AttentionOptions(1.0, mask_mod=dilated), cache, batch)
     assert plan.kept_tiles is None
     assert plan.requests[:2, decode_plan.TILES].tolist() == [11, 3]
     number, case = SHAPES[shape]
-    few_sms(number)
+    set_multiprocessors(number)
     result = compare(dataclasses.replace(case, options=options_of(dilated)), "kernels", DOORS["kernels"])
     assert result.ok, result
 
