@@ -92,9 +92,10 @@ def plan_prefix(shape: PrefillShape, prefix: Prefix) -> PrefillPlan:
     tiling, num_tokens = shape.tiling, shape.num_tokens
     tiles, parts = _num_tiles(shape), tiling.most_parts
     heads = shape.dims.num_kv_heads * (1 if tiling.packed else shape.group)
-    # The tiles of a part of a head's keys are neighbours, so that they read them at one time.
+    # The tiles of a part of a head's keys are neighbours, so that they read them at one time. A short prefix leaves
+    # parts without steps: they come last.
     item = np.arange(tiles * parts * heads, dtype=np.int32)
-    tile, part, head = item % tiles, item // tiles % parts, item // (tiles * parts)
+    tile, head, part = item % tiles, item // tiles % heads, item // (tiles * heads)
     steps = prefix.tokens // tiling.step
     size = -(-steps // parts)
     fields = {

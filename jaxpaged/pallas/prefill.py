@@ -21,7 +21,7 @@ from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import prefill_plan as field
-from jaxpaged.pallas.matmul import dot, dot_and_dot_onto, dot_onto, transposed
+from jaxpaged.pallas.matmul import dot, dot_and_dot_onto, transposed
 from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, store
 from jaxpaged.pallas.paged_tiles import (
     CHUNK,
@@ -267,31 +267,50 @@ def _allocate(
     )
 
 
-def _for_each_item(shape: PrefillShape, operands: Operands, body: Any) -> Any:
-    """Call `body(item, its index, items with steps before it, steps before it)` for each item of this CTA.
+class Visit(NamedTuple):
+    """An item on the way of a CTA through its list.
 
-    An item's fields are read while the one before is worked on. Items without steps need no queries and take no turn:
-    if they did, one warpgroup could wait in them for queries that the other, waiting for its turn, has yet to let go.
-
-    Returns:
-      The numbers of items with steps, and of steps.
+    Attributes:
+      item, following: it and the next one, whose `steps` are 0 when there is none.
+      index: of the item in the list.
+      queries, steps: items with steps before it, and steps.
     """
+
+    item: Item
+    following: Item
+    index: Any
+    queries: Any
+    steps: Any
+
+
+def _read_item(shape: PrefillShape, operands: Operands, index: Any) -> Item:
     cta = lax.axis_index("cta")
     count = operands.counts[cta]
+    known = jnp.maximum(jnp.minimum(index, count - 1), 0)
+    item = Item(*(operands.work[cta, known, f] for f in range(len(Item._fields))))
+    begins_anywhere = shape.windowed or operands.kept_steps is not None
+    first_step = item.first_step if begins_anywhere else jnp.int32(0)
+    return item._replace(first_step=first_step, steps=jnp.where(index < count, item.steps, 0))
 
-    def read(k: Any) -> Item:
-        known = jnp.maximum(jnp.minimum(k, count - 1), 0)
-        item = Item(*(operands.work[cta, known, f] for f in range(len(Item._fields))))
-        begins_anywhere = shape.windowed or operands.kept_steps is not None
-        return item if begins_anywhere else item._replace(first_step=jnp.int32(0))
 
-    def visit(k: Any, carry: tuple[Any, Any, Item]) -> tuple[Any, Any, Item]:
-        queries, steps, item = carry
-        following = read(k + 1)
-        body(item, k, queries, steps)
-        return queries + jnp.where(item.steps > 0, 1, 0), steps + item.steps, following
+def _for_each_item(shape: PrefillShape, operands: Operands, body: Any, state: Any = ()) -> tuple[Any, Any, Any]:
+    """`state = body(visit, state)` for each item of this CTA; those without steps come last.
 
-    return lax.fori_loop(0, count, visit, (jnp.int32(0), jnp.int32(0), read(jnp.int32(0))))[:2]
+    An item's fields are read while the one before is worked on.
+
+    Returns:
+      The numbers of items with steps, and of steps, and the state.
+    """
+
+    def visit(index: Any, carry: tuple[Any, Any, Item, Any]) -> tuple[Any, Any, Item, Any]:
+        queries, steps, item, state = carry
+        following = _read_item(shape, operands, index + 1)
+        state = body(Visit(item, following, index, queries, steps), state)
+        return queries + jnp.where(item.steps > 0, 1, 0), steps + item.steps, following, state
+
+    first = (jnp.int32(0), jnp.int32(0), _read_item(shape, operands, jnp.int32(0)), state)
+    queries, steps, _, state = lax.fori_loop(0, operands.counts[lax.axis_index("cta")], visit, first)
+    return queries, steps, state
 
 
 # The warpgroup that loads.
@@ -304,21 +323,26 @@ def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: In
     values = Stream(shape.tiles("value"), value, memory.v, memory.v_full, memory.v_empty)
 
     def stream(*streams: Stream) -> None:
-        _for_each_item(
-            shape, operands, lambda item, k, queries, steps: _load_tiles(shape, operands, streams, item, steps)
-        )
+        def load(visit: Visit, _: Any) -> Any:
+            _load_tiles(shape, operands, streams, visit.item, visit.steps)
+            return ()
+
+        _for_each_item(shape, operands, load)
 
     def queries() -> None:
-        _for_each_item(
-            shape, operands, lambda item, k, queries, steps: _load_queries(shape, operands, memory, item, queries)
-        )
+        def load(visit: Visit, _: Any) -> Any:
+            _load_queries(shape, operands, memory, visit.item, visit.queries)
+            return ()
+
+        _for_each_item(shape, operands, load)
 
     def everything_in_turn() -> None:
-        def load_item(item: Item, k: Any, queries: Any, steps: Any) -> None:
-            _load_queries(shape, operands, memory, item, queries)
-            _load_tiles(shape, operands, (keys, values), item, steps)
+        def load(visit: Visit, _: Any) -> Any:
+            _load_queries(shape, operands, memory, visit.item, visit.queries)
+            _load_tiles(shape, operands, (keys, values), visit.item, visit.steps)
+            return ()
 
-        loaded, steps = _for_each_item(shape, operands, load_item)
+        loaded, steps, _ = _for_each_item(shape, operands, load)
         drain(memory.q_empty, loaded, shape.q_stages)
         drain(memory.k_empty, steps, shape.stages)
         drain(memory.v_empty, steps, shape.stages)
@@ -374,25 +398,32 @@ def _compute(
     take_turn = functools.partial(_take_turn, memory)
     pl.when(wg == 1)(take_turn)  # the second warpgroup lets the first go ahead
 
-    def attend(item: Item, k: Any, queries: Any, steps: Any) -> None:
-        q_slot = lax.rem(queries, jnp.int32(shape.q_stages))
-        pl.when(item.steps > 0)(lambda: plgpu.barrier_wait(memory.q_full.at[q_slot]))
-        pl.when(item.steps > 0)(lambda: plgpu.barrier_wait(memory.k_full.at[lax.rem(steps, jnp.int32(shape.stages))]))
-        step = functools.partial(_step, shape, options, operands, memory, interpret, item, q_slot, steps)
-        first_scores = functools.partial(_first_scores, shape, memory, interpret, item, q_slot, steps)
-        nothing = plgpu.layout_cast(jnp.zeros((WG_ROWS, shape.tiling.step), jnp.float32), plgpu.Layout.WGMMA)
-        s = lax.fori_loop(0, jnp.minimum(item.steps, 1), lambda _, s: first_scores(), nothing)
-        state = _empty_state(shape)
-        loops, last_loops = _loops(shape, options, item)
-        for first, end, how in loops:
-            state, s = lax.fori_loop(first, end, functools.partial(step, **how), (state, s))
-        for first, end, how in last_loops:
-            state = lax.fori_loop(first, end, functools.partial(_last_step, step, s, **how), state)
-        _store(shape, operands, memory, item, k, state)
+    first = Scored(_read_item(shape, operands, jnp.int32(0)), jnp.int32(0), jnp.int32(0))
+    nothing = plgpu.layout_cast(jnp.zeros((WG_ROWS, shape.tiling.step), jnp.float32), plgpu.Layout.WGMMA)
+    some = jnp.minimum(first.item.steps, 1)
+    s = lax.fori_loop(0, some, lambda _, s: _first_scores(shape, memory, interpret, first), nothing)
 
-    _for_each_item(shape, operands, attend)
+    def attend(visit: Visit, s: Any) -> Any:
+        item = visit.item
+        step = functools.partial(_step, shape, options, operands, memory, interpret, visit)
+        carry = (_empty_state(shape), s)
+        for begin, end, how in _loops(shape, options, item):
+            carry = lax.fori_loop(begin, end, functools.partial(step, **how), carry)
+        _store(shape, operands, memory, item, visit.index, carry[0])
+        return carry[1]
+
+    _for_each_item(shape, operands, attend, s)
     pl.when(wg == 0)(take_turn)
     plgpu.wait_smem_to_gmem(0)
+
+
+class Scored(NamedTuple):
+    """A step whose scores are computed: of which item, its index in it, and items with steps, and steps, before it."""
+
+    item: Item
+    queries: Any
+    steps: Any
+    index: Any = 0
 
 
 def _take_turn(memory: Memory) -> None:
@@ -415,8 +446,8 @@ def _wg_first(shape: PrefillShape) -> Any:
     return lax.axis_index("wg") * WG_ROWS if shape.splits_tokens else jnp.int32(0)
 
 
-def _loops(shape: PrefillShape, options: AttentionOptions, item: Item) -> tuple[list[Loop], list[Loop]]:
-    """Ranges of an item's steps and how to treat each, masked or not; and of its last step, which may be a half one."""
+def _loops(shape: PrefillShape, options: AttentionOptions, item: Item) -> list[Loop]:
+    """Ranges of an item's steps and how to treat each: masked or not, and the last one, which may be a half one."""
     size = jnp.int32(shape.tiling.step)
     first_pos = item.first_pos + _wg_first(shape)
     last_pos = first_pos + (shape.wg_tokens - 1)
@@ -426,38 +457,47 @@ def _loops(shape: PrefillShape, options: AttentionOptions, item: Item) -> tuple[
         options, first_pos, last_pos, item.kv_len, shape.tiling.step, item.first_step, most_full
     )
     loops.append((full_end, last, {"masked": True}))
+    whole = {"masked": True, "last": True}
     if not shape.half_steps:
-        return loops, [(last, item.steps, {})]
+        return [*loops, (last, item.steps, whole)]
     rows = jnp.minimum(item.rows - _wg_first(shape), shape.wg_tokens)
     _, high = attended_range(options, first_pos, first_pos + rows - 1, item.kv_len)
     half = (high - (item.first_step + last) * size <= shape.tiling.step // 2) & ~item.damaged
     whole_end = jnp.where(half, last, item.steps)
-    return loops, [(last, whole_end, {}), (whole_end, item.steps, {"width": shape.tiling.step // 2})]
+    return [*loops, (last, whole_end, whole), (whole_end, item.steps, {**whole, "width": shape.tiling.step // 2})]
 
 
-def _score_operands(shape: PrefillShape, memory: Memory, q_slot: Any, step: Any) -> list[tuple[Any, Any]]:
-    """What the scores of a step, counted from the CTA's first one, are products of."""
-    keys, slot = shape.tiles("key"), lax.rem(step, jnp.int32(shape.stages))
-    wg = lax.axis_index("wg")
-    queries = [memory.q.tensor_core.at[(q_slot * 2 + wg) * keys.chunks + c] for c in range(keys.chunks)]
+def _score_operands(shape: PrefillShape, memory: Memory, scored: Scored) -> list[tuple[Any, Any]]:
+    """What the scores of a step are products of."""
+    keys, slot = shape.tiles("key"), lax.rem(scored.steps + scored.index, jnp.int32(shape.stages))
+    q_slot = lax.rem(scored.queries, jnp.int32(shape.q_stages)) * 2 + lax.axis_index("wg")
+    queries = [memory.q.tensor_core.at[q_slot * keys.chunks + c] for c in range(keys.chunks)]
     return [(q, transposed(keys.chunk(memory.k, slot, c))) for c, q in enumerate(queries)]
 
 
-def _keys_are_used(shape: PrefillShape, memory: Memory, item: Item, q_slot: Any, steps: Any, i: Any) -> None:
-    """The keys of an item's step are needed no more; nor are, after the last one's, its queries."""
-    plgpu.barrier_arrive(memory.k_empty.at[lax.rem(steps + i, jnp.int32(shape.stages))])
-    # Before the last turn is waited for: the other warpgroup's may need the next item's queries.
-    pl.when(i == item.steps - 1)(lambda: plgpu.barrier_arrive(memory.q_empty.at[q_slot]))
+def _await_keys(shape: PrefillShape, memory: Memory, scored: Scored) -> None:
+    plgpu.barrier_wait(memory.k_full.at[lax.rem(scored.steps + scored.index, jnp.int32(shape.stages))])
 
 
-def _first_scores(
-    shape: PrefillShape, memory: Memory, interpret: Interpreter | None, item: Item, q_slot: Any, steps: Any
-) -> Any:
-    """The products of an item's queries with its first step's keys."""
-    operands = _score_operands(shape, memory, q_slot, steps)
+def _await_queries_and_keys(shape: PrefillShape, memory: Memory, scored: Scored) -> None:
+    plgpu.barrier_wait(memory.q_full.at[lax.rem(scored.queries, jnp.int32(shape.q_stages))])
+    _await_keys(shape, memory, scored)
+
+
+def _release_keys(shape: PrefillShape, memory: Memory, scored: Scored) -> None:
+    """The keys of a step are needed no more; nor are, after the last one's, its item's queries."""
+    plgpu.barrier_arrive(memory.k_empty.at[lax.rem(scored.steps + scored.index, jnp.int32(shape.stages))])
+    q_slot = lax.rem(scored.queries, jnp.int32(shape.q_stages))
+    pl.when(scored.index == scored.item.steps - 1)(lambda: plgpu.barrier_arrive(memory.q_empty.at[q_slot]))
+
+
+def _first_scores(shape: PrefillShape, memory: Memory, interpret: Interpreter | None, first: Scored) -> Any:
+    """The scores of the first step of a CTA's first item; those of all others come with the step before."""
+    _await_queries_and_keys(shape, memory, first)
     size = (WG_ROWS, shape.tiling.step)
-    s = dot(operands, size, interpret, meanwhile=functools.partial(_take_turn, memory))
-    _keys_are_used(shape, memory, item, q_slot, steps, jnp.int32(0))
+    hand_over = functools.partial(_take_turn, memory)
+    s = dot(_score_operands(shape, memory, first), size, interpret, meanwhile=hand_over)
+    _release_keys(shape, memory, first)
     return s
 
 
@@ -467,9 +507,7 @@ def _step(
     operands: Operands,
     memory: Memory,
     interpret: Interpreter | None,
-    item: Item,
-    q_slot: Any,
-    steps: Any,
+    visit: Visit,
     i: Any,
     carry: tuple[Softmax, Any],
     *,
@@ -477,10 +515,12 @@ def _step(
     last: bool = False,
     width: int | None = None,
 ) -> tuple[Softmax, Any]:
-    """Online softmax of a step's scores; then its values onto the output and, unless it is the last, the next scores.
+    """Online softmax of a step's scores; then its values onto the output, and the scores of the next step.
 
-    These two products are on their way together: between them, the tensor cores would have nothing to do.
+    These two products are on their way together: between them, the tensor cores would have nothing to do. The next
+    step is the following item's first one when this is the `last`; where nothing follows, its scores are anything.
     """
+    item, steps = visit.item, visit.steps
     # Looked up before the products, so that it is there after them.
     listed = None if operands.kept_steps is None else tile_at(operands.kept_steps, item.first_step + i)
 
@@ -491,32 +531,39 @@ def _step(
     values = shape.tiles("value")
     slot = lax.rem(steps + i, jnp.int32(shape.stages))
     peak, total, acc, p, readable = _softmax(shape, options, operands, item, tile, state, s, masked, width)
-    wg = lax.axis_index("wg")
-    if not last:
-        plgpu.barrier_wait(memory.k_full.at[lax.rem(steps + i + 1, jnp.int32(shape.stages))])
+    if last:
+        following = Scored(visit.following, visit.queries + 1, steps + item.steps)
+        follows = following.item.steps > 0
+    else:
+        following = Scored(item, visit.queries, steps, i + 1)
+        _await_keys(shape, memory, following)
     if masked:
         # The first warpgroup clears unused values for both, before it lets the second go ahead.
         plgpu.barrier_wait(memory.v_full.at[slot])
-        first_pos = tile() * shape.tiling.step
-        pl.when(wg == 0)(lambda: _clear_unused_values(shape, options, memory, item, first_pos, slot, readable))
+        clear = functools.partial(_clear_unused_values, shape, options, memory, item)
+        pl.when(lax.axis_index("wg") == 0)(lambda: clear(tile() * shape.tiling.step, slot, readable))
     plgpu.barrier_arrive(memory.turns)
     if not masked:
         plgpu.barrier_wait(memory.v_full.at[slot])
     plgpu.barrier_wait(memory.turns)
-    v = values.parts(memory.v, slot, width)
     if last:
-        acc = dot_onto(acc, p, v, interpret)
+        # Not before the turn: they may have no place until the other warpgroup, after its turn, lets go of this item's.
+        pl.when(follows)(lambda: _await_queries_and_keys(shape, memory, following))
+    s, acc = dot_and_dot_onto(
+        _score_operands(shape, memory, following),
+        (WG_ROWS, shape.tiling.step),
+        acc,
+        p,
+        values.parts(memory.v, slot, width),
+        interpret,
+        meanwhile=functools.partial(_take_turn, memory),
+    )
+    if last:
+        pl.when(follows)(lambda: _release_keys(shape, memory, following))
     else:
-        following = _score_operands(shape, memory, q_slot, steps + i + 1)
-        hand_over = functools.partial(_take_turn, memory)
-        s, acc = dot_and_dot_onto(following, (WG_ROWS, shape.tiling.step), acc, p, v, interpret, hand_over)
-        _keys_are_used(shape, memory, item, q_slot, steps, i + 1)
+        _release_keys(shape, memory, following)
     plgpu.barrier_arrive(memory.v_empty.at[slot])
     return Softmax(peak, total, acc), s
-
-
-def _last_step(step: Any, s: Any, i: Any, state: Softmax, *, width: int | None = None) -> Softmax:
-    return step(i, (state, s), masked=True, last=True, width=width)[0]
 
 
 def _softmax(

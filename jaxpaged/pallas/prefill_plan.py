@@ -52,7 +52,8 @@ class PrefillPlan(NamedTuple):
     work: Any
     """[num_ctas, most items, NUM_FIELDS] int32: first row in the query, number of rows, position of the first, request,
     positions of the request, query head (kv head when packed), first step (or where its steps begin in
-    `kept_steps`), number of steps, and the number of the part of a tile, `tile * most_parts + part`."""
+    `kept_steps`), number of steps, and the number of the part of a tile, `tile * most_parts + part`. Items without
+    steps come last."""
     counts: Any
     """[num_ctas] int32: number of items."""
     tile_starts: Any
@@ -172,6 +173,8 @@ def _order(cache: KVCache, batch: PagedBatch, tiles: _Tiles, tiling: PrefillTili
     size = jnp.maximum(jnp.float32(tiling.l2_bytes), pairs.sum() * (1.01 / MAX_GROUPS))
     group_of_pair = jnp.minimum(before / size, MAX_GROUPS - 1).astype(jnp.int32)
     group = group_of_pair.reshape(-1, heads)[tiles.fields[:, REQUEST] & MOST_REQUESTS]
+    # What has no steps comes last: a step's scores are computed with the step before, whatever item that is of.
+    group = jnp.where(tiles.fields[:, STEPS, None] == 0, MAX_GROUPS - 1, group)
     group = jnp.where(tiles.valid[:, None], group, MAX_GROUPS).reshape(-1)
     cost = jnp.repeat(jnp.minimum(tiles.fields[:, STEPS], 2**20), heads)
     order = jnp.argsort(group * 2**21 - cost, stable=True)
