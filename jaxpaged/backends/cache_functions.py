@@ -110,6 +110,29 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tenso
     _copy(src, dst, valid_pairs(block_mapping, src.shape[0], dst.shape[0]))
 
 
+def engine_cache(
+    key_cache: Any, value_cache: Any, kv_cache_dtype: str, k_scale: Scale, v_scale: Scale, layout: KVLayout
+) -> TorchCache:
+    """The cache that an engine describes as `reshape_and_cache_flash` says, checked."""
+    check_tensors(key_cache=key_cache, value_cache=value_cache)
+    if kv_cache_dtype == "auto":
+        if key_cache.dtype.itemsize == 1:
+            raise TypeError(f"kv_cache_dtype: a cache of {key_cache.dtype} is not 'auto', expected {_names()}")
+        return TorchCache.of(key_cache, value_cache, layout=layout)
+    dtype = stored_dtype(kv_cache_dtype)
+    check_tensors(**{n: s for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if isinstance(s, torch.Tensor)})
+    return TorchCache.of(key_cache, value_cache, layout=layout, k_scale=k_scale, v_scale=v_scale, dtype=dtype)
+
+
+def stored_dtype(kv_cache_dtype: str) -> torch.dtype | None:
+    """The dtype of the numbers in a cache; None for "auto", which is that of the activations."""
+    if kv_cache_dtype == "auto":
+        return None
+    if kv_cache_dtype not in _STORED:
+        raise ValueError(f"kv_cache_dtype: expected 'auto', {_names()}, got {kv_cache_dtype!r}")
+    return _STORED[kv_cache_dtype]
+
+
 def _write(
     key: Any,
     value: Any,
@@ -121,17 +144,8 @@ def _write(
     v_scale: Scale,
     layout: KVLayout,
 ) -> None:
-    check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
-    if kv_cache_dtype == "auto":
-        if key_cache.dtype.itemsize == 1:
-            raise TypeError(f"kv_cache_dtype: a cache of {key_cache.dtype} is not 'auto', expected {_names()}")
-        cache = TorchCache.of(key_cache, value_cache, layout=layout)
-    else:
-        if kv_cache_dtype not in _STORED:
-            raise ValueError(f"kv_cache_dtype: expected 'auto', {_names()}, got {kv_cache_dtype!r}")
-        dtype = _STORED[kv_cache_dtype]
-        check_tensors(**{n: s for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if isinstance(s, torch.Tensor)})
-        cache = TorchCache.of(key_cache, value_cache, layout=layout, k_scale=k_scale, v_scale=v_scale, dtype=dtype)
+    check_tensors(key=key, value=value, slot_mapping=slot_mapping)
+    cache = engine_cache(key_cache, value_cache, kv_cache_dtype, k_scale, v_scale, layout)
     write_kv_(cache, key, value, slot_mapping)
 
 

@@ -22,6 +22,7 @@ from jaxpaged.merge import merge_attention_states
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.buckets import next_bucket
 from jaxpaged.metadata.kv_cache import KVCache
+from jaxpaged.metadata.masks import compose_scores
 from jaxpaged.reference import attention as reference
 
 State = tuple[torch.Tensor, torch.Tensor | None]
@@ -37,8 +38,10 @@ class Options:
     causal: bool
     window: tuple[int | None, int | None]
     soft_cap: float | None
-    alibi_slopes: torch.Tensor | None
-    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    mask_mod: Any = None
+    score_mod: Any = None
 
     def with_repeated_requests(self, times: int) -> "Options":
         """The options of a batch that has each request as many times."""
@@ -98,9 +101,7 @@ def ragged_call(
     rows = _coarse(len(starts) - 1)
     total_kv = _fine(key.shape[0])
     with _on_cpu():
-        checked = make_options(
-            num_heads=query.shape[1], num_reqs=rows, mask_mod=None, **{"score_mod": None, **_for_jax(options, rows)}
-        )
+        checked = make_options(num_heads=query.shape[1], num_reqs=rows, **_for_jax(options, rows))
         arrays, static = split_options(checked)
         out, lse = _ragged(
             _padded(query, _fine(query.shape[0])),
@@ -177,7 +178,9 @@ def _for_jax(options: Options, num_reqs: int) -> dict[str, Any]:
         array = _extended(array, num_reqs, 0) if array.ndim == 2 else array
         arguments["alibi_slopes"] = array
         if not options.causal:
-            arguments |= {"alibi_slopes": None, "score_mod": _DistanceBias(array)}
+            bias = _DistanceBias(array)
+            score_mod = bias if options.score_mod is None else compose_scores(options.score_mod, bias)
+            arguments |= {"alibi_slopes": None, "score_mod": score_mod}
     if options.sinks is not None:
         arguments["sinks"] = to_numpy(options.sinks.detach())
     return arguments
