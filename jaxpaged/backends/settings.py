@@ -1,12 +1,13 @@
 """What every attention layer is made with, checked, whatever the engine."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from jaxpaged.backends.attention_type import AttentionType
+from jaxpaged.backends.block_sparse import BlockSparseMask
 from jaxpaged.backends.cache_functions import stored_dtype
 from jaxpaged.backends.checks import check_slopes, check_tensors, checked_scale, checked_soft_cap
 from jaxpaged.backends.padded_calls import Options
@@ -45,7 +46,7 @@ class Settings:
         sliding_window: int | None,
         kv_cache_dtype: str,
         logits_soft_cap: float | None,
-        mask_mod: Any = None,
+        blocksparse_params: Mapping[str, Any] | None = None,
     ) -> "Settings":
         """From the arguments of an engine's constructor.
 
@@ -68,8 +69,13 @@ class Settings:
             alibi_slopes=slopes,
             window=None if sliding_window is None else check_positive("sliding_window", sliding_window),
             soft_cap=checked_soft_cap(logits_soft_cap),
-            mask_mod=mask_mod,
+            mask_mod=BlockSparseMask.of(blocksparse_params, num_heads, num_kv_heads),
         )
+
+    @property
+    def window_sides(self) -> tuple[int, int]:
+        """(left, right) of a decoder's window, as FlashAttention's functions take it; -1 for no bound."""
+        return (-1, -1) if self.window is None else (self.window - 1, 0)
 
     def options(self, attn_type: AttentionType) -> Options:
         """What scores go through: a window and ALiBi's bias reach back in a decoder, and to both sides elsewhere."""

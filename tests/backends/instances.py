@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from jaxpaged.backends import sdpa
+from jaxpaged.backends import flash, sdpa
 
 LAYER = {
     "num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, "alibi_slopes": None, "sliding_window": None,
@@ -23,4 +23,20 @@ def _sdpa():
     }
 
 
-INSTANCES = {"sdpa": _sdpa}
+def input_builder(groups=(), *, chunked=True, sliding_window=None, v2=True, graph_block_tables=None):
+    """What Aphrodite's builder is made with."""
+    runner = SimpleNamespace(device="cpu", pin_memory=False, graph_block_tables=graph_block_tables)
+    return SimpleNamespace(
+        runner=runner, sliding_window=sliding_window, block_size=16, inter_data_list=list(groups),
+        chunked_prefill_enabled=chunked, scheduler_config=SimpleNamespace(use_v2_block_manager=v2),
+    )  # fmt: skip
+
+
+def _flash():
+    return {
+        "FlashAttentionImpl": flash.FlashAttentionImpl(**LAYER),
+        "FlashAttentionMetadataBuilder": flash.FlashAttentionMetadataBuilder(input_builder()),
+    }
+
+
+INSTANCES = {"sdpa": _sdpa, "flash": _flash}
