@@ -1,0 +1,102 @@
+"""The operations of PyTorch that mask and score functions are made of, as JAX functions of the same arguments."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jaxpaged.bridge.dlpack import to_numpy
+from jaxpaged.metadata.checks import INT32_MAX
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """The dtype that stands for PyTorch's: JAX computes in 32 bits at most."""
+    name = str(dtype).removeprefix("torch.")
+    return jnp.dtype({"int64": "int32", "float64": "float32"}.get(name, name))
+
+
+def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
+    return jnp.add(x, y if alpha == 1 else alpha * y)
+
+
+def _subtract(x: Any, y: Any, alpha: Any = 1) -> Any:
+    return jnp.subtract(x, y if alpha == 1 else alpha * y)
+
+
+def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
+    if rounding_mode == "floor":
+        return jnp.floor_divide(x, y)
+    quotient = jnp.true_divide(x, y)
+    if rounding_mode is None:
+        return quotient
+    return jnp.trunc(quotient) if jnp.issubdtype(jnp.result_type(x, y), jnp.floating) else jax.lax.div(x, y)
+
+
+def _index(x: Any, indices: Sequence[Any]) -> Any:
+    if len(indices) != x.ndim or any(index is None for index in indices):
+        raise NotImplementedError(f"a part of a tensor of {x.ndim} axes indexed by {len(indices)}: index all of them")
+    return x[tuple(indices)]
+
+
+def _converted(x: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    return x if dtype is None else jnp.asarray(x).astype(jax_dtype(dtype))
+
+
+def _filled(value: Any) -> Callable[..., Any]:
+    """Functions make tensors like their arguments, or of one element; a number that broadcasts stands for either."""
+
+    def make(*_: Any, dtype: torch.dtype | None = None, **__: Any) -> Any:
+        return jnp.asarray(value, None if dtype is None else jax_dtype(dtype))
+
+    return make
+
+
+def _scalar(value: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    return _filled(value)(dtype=dtype)
+
+
+def _full(_: Any, value: Any, dtype: torch.dtype | None = None, **__: Any) -> Any:
+    return _filled(value)(dtype=dtype)
+
+
+def _clamped(x: Any, low: Any = None, high: Any = None) -> Any:
+    return jnp.clip(x, low, high)
+
+
+_SAME = (
+    "abs", "exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "sqrt", "sin", "cos", "floor", "ceil", "round",
+    "trunc", "square", "reciprocal", "isnan", "isinf", "maximum", "minimum", "floor_divide", "remainder", "fmod",
+    "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "bitwise_not", "where", "sign", "atan2",
+)  # fmt: skip
+
+OPS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(jnp, "arctan2" if name == "atan2" else name) for name in _SAME},
+    "eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal, "gt": jnp.greater,
+    "ge": jnp.greater_equal, "neg": jnp.negative, "mul": jnp.multiply, "pow": jnp.power, "sgn": jnp.sign,
+    "add": _add, "sub": _subtract, "rsub": lambda x, y, alpha=1: _subtract(y, x, alpha), "div": _divide,
+    "sigmoid": jax.nn.sigmoid, "relu": jax.nn.relu, "erf": jax.scipy.special.erf, "rsqrt": jax.lax.rsqrt,
+    "clamp": _clamped, "clamp_min": lambda x, low: jnp.maximum(x, low),
+    "clamp_max": lambda x, high: jnp.minimum(x, high), "index": _index,
+    "_to_copy": _converted, "clone": lambda x, **_: x, "alias": lambda x: x, "detach": lambda x: x,
+    "lift_fresh_copy": lambda x: x, "scalar_tensor": _scalar, "full": _full, "full_like": _full,
+    "zeros_like": _filled(0), "ones_like": _filled(1), "new_zeros": _filled(0), "new_ones": _filled(1),
+    "zeros": _filled(0), "ones": _filled(1),
+}  # fmt: skip
+"""By the operation's name, without its overload."""
+
+
+def as_constant(tensor: torch.Tensor) -> Any:
+    """A tensor that a function holds, as an array for JAX: on its memory, or where that has 64 bits a copy in 32.
+
+    Raises:
+      ValueError: it holds an int that 32 bits can't.
+    """
+    tensor = tensor.detach()
+    if tensor.dtype == torch.int64:
+        if tensor.numel() and (tensor.max() > INT32_MAX or tensor.min() < -INT32_MAX - 1):
+            raise ValueError(f"a tensor of int64 holds {tensor.abs().max()}, expected numbers of 32 bits")
+        tensor = tensor.int()
+    return to_numpy(tensor.float() if tensor.dtype == torch.float64 else tensor)
