@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from jaxpaged.attention import join_options, make_options, paged_attention, split_options
+from jaxpaged.backends.positions import ByPhysicalIndex, OneBatch
 from jaxpaged.bridge.dlpack import ALIGNMENT, to_numpy, to_torch
 from jaxpaged.bridge.shared_table import SharedTable
 from jaxpaged.merge import merge_attention_states
@@ -42,6 +43,7 @@ class Options:
     sinks: torch.Tensor | None = None
     mask_mod: Any = None
     score_mod: Any = None
+    physical_score_mod: Any = None  # of rows of the query and physical indices, and b = 0; for paged calls
 
     def with_repeated_requests(self, times: int) -> "Options":
         """The options of a batch that has each request as many times."""
@@ -59,6 +61,7 @@ def paged_call(
     starts: np.ndarray,
     options: Options,
     return_lse: bool,
+    shares_prefix: bool = False,
 ) -> State:
     """Attention to a paged cache.
 
@@ -81,10 +84,12 @@ def paged_call(
             query_start_loc=_extended(starts, rows + 1, starts[-1]),
             slot_mapping=None,
             max_query_len=_query_len_class(starts),
+            shares_prefix=shares_prefix,
         )
-        out, lse = paged_attention(
-            _padded(query, _fine(query.shape[0])), cache, batch, return_lse=True, **_for_jax(options, rows)
-        )
+        arguments = _for_jax(options, rows)
+        if options.physical_score_mod is not None:
+            arguments["score_mod"] = _score_by_index(options.physical_score_mod, arguments["score_mod"], batch, cache)
+        out, lse = paged_attention(_padded(query, _fine(query.shape[0])), cache, batch, return_lse=True, **arguments)
         return _results(out, lse if return_lse else None, query.shape[0])
 
 
@@ -169,9 +174,16 @@ def _padded_table(table: Any, rows: int, columns: int) -> Any:
     return _read_table(SharedTable.of(table, "block_table"), rows, columns)
 
 
+def _score_by_index(function: Any, score_mod: Any, batch: PagedBatch, cache: KVCache) -> Any:
+    arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
+    by_index = ByPhysicalIndex(OneBatch(function), *arrays, cache.block_size)
+    return by_index if score_mod is None else compose_scores(by_index, score_mod)
+
+
 def _for_jax(options: Options, num_reqs: int) -> dict[str, Any]:
     """Keyword arguments of `paged_attention` for a batch padded to `num_reqs`."""
-    arguments = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    names = [field.name for field in dataclasses.fields(options) if field.name != "physical_score_mod"]
+    arguments = {name: getattr(options, name) for name in names}
     slopes = options.alibi_slopes
     if slopes is not None:
         array = to_numpy(slopes.detach())

@@ -38,6 +38,7 @@ class PagedPart:
       starts: [num_reqs + 1] int32, where each request's tokens start among these.
       seq_lens: [num_reqs] int32.
       block_table: [num_reqs, max_blocks_per_req] int32 or int64.
+      shares_prefix: see `jaxpaged.PagedBatch`.
     """
 
     tokens: slice
@@ -45,6 +46,7 @@ class PagedPart:
     seq_lens: np.ndarray
     block_table: Any
     options: Options
+    shares_prefix: bool = False
 
     @classmethod
     def of(
@@ -86,7 +88,10 @@ class PagedPart:
     def attend(self, query: torch.Tensor, cache: TorchCache | None) -> torch.Tensor:
         assert cache is not None  # checked
         rows = query[self.tokens]
-        return paged_call(rows, shared(cache), self.block_table, self.seq_lens, self.starts, self.options, False)[0]
+        out, _ = paged_call(
+            rows, shared(cache), self.block_table, self.seq_lens, self.starts, self.options, False, self.shares_prefix
+        )
+        return out
 
 
 @dataclasses.dataclass(frozen=True)

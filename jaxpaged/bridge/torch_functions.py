@@ -18,7 +18,8 @@ from jaxpaged.bridge.aten_ops import OPS, as_constant, jax_dtype
 from jaxpaged.metadata.masks import as_pytree
 
 POSITIONS = (torch.int32,) * 4
-"""Dtypes of the arguments of a mask function; a score function has a float32 score before them."""
+SCORE_AND_POSITIONS = (torch.float32, *POSITIONS)
+"""Dtypes of the arguments of a mask function and of a score function."""
 
 _PLACES = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 """Arguments that say where and how a tensor lies."""

@@ -39,7 +39,7 @@ def differences(listed: dict[str, Any], module: Any, instances: dict[str, Any]) 
     for name, text in listed["values"].items():
         if name not in namespace:
             found.append(f"{name}: missing")
-        elif text is not None and namespace[name] != eval(text, dict(namespace)):
+        elif text is not None and namespace[name] != _value(text, namespace):
             found.append(f"{name}: expected {text}, got {namespace[name]!r}")
     for name, parameters in listed["functions"].items():
         found += _function(name, parameters, namespace.get(name), namespace, skip=0)
@@ -51,12 +51,20 @@ def differences(listed: dict[str, Any], module: Any, instances: dict[str, Any]) 
     return found
 
 
+def _value(text: str, namespace: dict[str, Any]) -> Any:
+    """What a default stands for; something that equals nothing where the module lacks a name that it uses."""
+    try:
+        return eval(text, dict(namespace))
+    except NameError:
+        return object()
+
+
 def _class(parts: dict[str, Any], cls: type, instance: Any, namespace: dict[str, Any]) -> list[str]:
     found = []
     for name, text in parts.get("class_attributes", {}).items():
         if not hasattr(cls, name):
             found.append(f"{name}: missing")
-        elif getattr(cls, name) != eval(text, dict(namespace)):
+        elif getattr(cls, name) != _value(text, namespace):
             found.append(f"{name}: expected {text}, got {getattr(cls, name)!r}")
     found += [f"{name}: missing" for name in parts.get("instance_attributes", []) if not hasattr(instance, name)]
     if "fields" in parts:
@@ -78,7 +86,7 @@ def _fields(listed: list[list[str]], cls: type, namespace: dict[str, Any]) -> li
         return [f"fields: expected {[entry[0] for entry in listed]}, got {[f.name for f in fields]}"]
     found = []
     for (name, *default), field in zip(listed, fields, strict=True):
-        expected = eval(default[0], dict(namespace)) if default else dataclasses.MISSING
+        expected = _value(default[0], namespace) if default else dataclasses.MISSING
         if field.default != expected:
             found.append(f"{name}: expected default {expected!r}, got {field.default!r}")
     return found
@@ -94,7 +102,7 @@ def _function(name: str, listed: list[list[str]], function: Any, namespace: dict
         return [f"{name}: expected parameters {[entry[0] for entry in listed]}, got {ours}"]
     found = []
     for (parameter, *default), ours_too in zip(listed, parameters, strict=True):
-        expected = eval(default[0], dict(namespace)) if default else inspect.Parameter.empty
+        expected = _value(default[0], namespace) if default else inspect.Parameter.empty
         if ours_too.default != expected:
             found.append(f"{name}: expected {parameter}={expected!r}, got {ours_too.default!r}")
     return found

@@ -2,9 +2,10 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
-from jaxpaged.backends import flash, sdpa
+from jaxpaged.backends import flash, flex, sdpa
 
 LAYER = {
     "num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, "alibi_slopes": None, "sliding_window": None,
@@ -39,4 +40,32 @@ def _flash():
     }
 
 
-INSTANCES = {"sdpa": _sdpa, "flash": _flash}
+def flex_builder(engine):
+    """vLLM's FlexAttention builder for a `SmallEngine`, or for none."""
+    num_blocks = 0 if engine is None else engine.kv_cache.shape[1]
+    lens = [] if engine is None else engine.lens
+    model_config = SimpleNamespace(
+        get_num_attention_heads=lambda parallel: 4, get_num_kv_heads=lambda parallel: 2, get_head_size=lambda: 32,
+        max_model_len=512,
+    )  # fmt: skip
+    computed = None if engine is None else (engine.lens - engine.starts.diff()).numpy()
+    runner = SimpleNamespace(
+        model_config=model_config, parallel_config=None, cache_config=SimpleNamespace(num_gpu_blocks=num_blocks),
+        seq_lens_np=np.asarray(lens), device="cpu", input_batch=SimpleNamespace(num_computed_tokens_cpu=computed),
+    )  # fmt: skip
+    slots = None if engine is None else engine.slots
+    table = SimpleNamespace(
+        get_device_tensor=lambda: engine.table, slot_mapping_cpu=slots,
+        slot_mapping=None if slots is None else torch.full_like(slots, -1),
+    )  # fmt: skip
+    return flex.FlexAttentionMetadataBuilder(runner, SimpleNamespace(block_size=16), table)
+
+
+def _flex():
+    return {
+        "FlexAttentionImpl": flex.FlexAttentionImpl(**LAYER),
+        "FlexAttentionMetadataBuilder": flex_builder(None),
+    }
+
+
+INSTANCES = {"sdpa": _sdpa, "flash": _flash, "flex": _flex}

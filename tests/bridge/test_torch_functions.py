@@ -105,7 +105,7 @@ def data_dependent(b, h, q, kv):
         (data_dependent, "mask_mod: expected a function of PyTorch or of JAX that works element by element"),
         (lambda b, h, q, kv: torch.cumsum(q, 0) > kv, "aten.cumsum.default has no counterpart"),
         (lambda b, h, q, kv: TABLE[q] > kv, "2 axes indexed by 1: index all of them"),
-        (lambda b, h, q, kv: torch.arange(3) > kv, r"it makes shape \[3\] of one element"),
+        (lambda b, h, q, kv: kv < SLOPES, r"it makes shape \[4\] of one element"),
         (lambda b, h, q, kv: None, "it returns NoneType"),
         (lambda b, h, q, kv: torch.tensor([2**40])[b] > kv, "int64 holds 1099511627776"),
     ],

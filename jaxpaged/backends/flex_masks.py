@@ -1,0 +1,89 @@
+"""FlexAttention's mask functions over a paged cache, as PyTorch functions, and the maps between positions they need.
+
+A token of the batch has a row of the flattened query and, as a key, a physical index `block * block_size + offset` in
+the cache. Its logical position is that in its own request.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from jaxpaged.backends.checks import check_int_tensor, check_tensors
+from jaxpaged.bridge.dlpack import to_numpy
+from jaxpaged.metadata.block_table import physical_to_logical
+from jaxpaged.metadata.buckets import next_bucket
+from jaxpaged.metadata.slots import request_ids
+
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def causal_mask_mod(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+    """Keeps a query's own position and those before it."""
+    return kv_idx <= q_idx
+
+
+def offsets_to_doc_ids(offsets: torch.Tensor) -> torch.Tensor:
+    """The request of each packed token.
+
+    Args:
+      offsets: [num_reqs + 1] int, where each request's tokens start.
+
+    Returns:
+      [offsets[-1] - offsets[0]] int32.
+    """
+    check_tensors(offsets=offsets)
+    check_int_tensor("offsets", offsets, ("num_reqs + 1",))
+    starts = to_numpy(offsets - offsets[0])
+    return torch.from_numpy(np.asarray(request_ids(starts, int(starts[-1]))))
+
+
+def physical_to_logical_mapping(block_table: torch.Tensor, total_blocks: int | None = None) -> torch.Tensor:
+    """The inverse of a block table, for engines whose block 0 belongs to no request and pads tables.
+
+    Args:
+      block_table: [max_reqs, max_num_blocks] int. Entries that are no block are ignored; of several entries of a row
+        that name one block the last counts.
+      total_blocks: blocks of the cache; the largest of the table and one when None.
+
+    Returns:
+      [max_reqs, total_blocks] int64, the logical block of each physical one; -1 where a request has no such block, and
+      for block 0.
+    """
+    check_tensors(block_table=block_table)
+    check_int_tensor("block_table", block_table, ("max_reqs", "max_num_blocks"))
+    table = to_numpy(block_table)
+    if total_blocks is None:
+        total_blocks = max(int(table.max(initial=0)), 0) + 1
+    num_reqs, width = table.shape
+    padded = np.full((next_bucket(num_reqs), next_bucket(width)), -1, table.dtype)  # few shapes, few compilations
+    padded[:num_reqs, :width] = table
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        inverse = np.asarray(physical_to_logical(padded, total_blocks, reserve_block_zero=True))
+    return torch.from_numpy(inverse[:num_reqs].astype(np.int64))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedMask:
+    """A batch's mask over rows of the query and physical indices: a request's own tokens, as its logical mask says.
+
+    Attributes:
+      metadata: FlexAttentionMetadata, whose `logical_mask_mod` is looked up in each call.
+      request_of_token: [num_tokens] int32.
+    """
+
+    metadata: Any
+    request_of_token: torch.Tensor
+
+    def __call__(self, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        meta = self.metadata
+        request = self.request_of_token[q_idx]
+        block = meta.physical_to_logical[request, kv_idx // meta.block_size]
+        kv_pos = block * meta.block_size + kv_idx % meta.block_size
+        q_pos = q_idx - meta.query_start_loc[request] + meta.decode_offset[request]
+        exists = (block >= 0) & (kv_pos < meta.seq_lens[request])
+        return exists & meta.logical_mask_mod(b, h, q_pos, kv_pos)
