@@ -332,3 +332,12 @@ def stored_as_bits(buffer: np.ndarray | None) -> np.ndarray | None:
     if buffer is None or buffer.dtype not in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
         return buffer
     return buffer.view(np.uint8)
+
+
+def aligned(x: np.ndarray) -> np.ndarray:
+    """A copy of a test's buffer at an address that JAX can share."""
+    room = np.empty(x.nbytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    copy = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy

@@ -13,9 +13,10 @@ import numpy as np
 from jaxpaged.attention import kernels_refuse, paged_attention
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
-from jaxpaged.testing.cases import FLOAT8, Case, Inputs, build, stored_as_bits
+from jaxpaged.testing import backend_doors
+from jaxpaged.testing.cases import FLOAT8, Case, Inputs, aligned, build, stored_as_bits
 
-Result = tuple[np.ndarray, np.ndarray]
+Result = tuple[np.ndarray, np.ndarray | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Door:
     """A way in.
 
     Attributes:
-      run: the output [num_tokens, num_heads, v_head_size] and lse [num_heads, num_tokens] of a case, float64.
+      run: the output [num_tokens, num_heads, v_head_size] and lse [num_heads, num_tokens] of a case, float64; None for
+        an lse that the way in doesn't give.
       refuses: why a case can't go this way, or None.
       adapt: the case that stands for a named one here.
       slack: by what factor errors of outputs may be larger than the output's own rounding.
@@ -138,7 +140,7 @@ def _torch_arguments(inputs: Inputs) -> tuple[dict[str, Any], Any, Any]:
     for name, scale in (("k_descale", inputs.k_scale), ("v_descale", inputs.v_scale)):
         if scale is not None:
             kwargs[name] = torch.from_numpy(scale).clone()
-    buffers = [None if b is None else to_torch(_aligned(b)) for b in (inputs.key_buffer, inputs.value_buffer)]
+    buffers = [None if b is None else to_torch(aligned(b)) for b in (inputs.key_buffer, inputs.value_buffer)]
     key, value = buffers
     assert key is not None
     if value is None:
@@ -148,15 +150,6 @@ def _torch_arguments(inputs: Inputs) -> tuple[dict[str, Any], Any, Any]:
         else:
             key, value = key.unbind(layout.index("2"))
     return kwargs, key, value
-
-
-def _aligned(x: np.ndarray) -> np.ndarray:
-    """A copy of a test's buffer at an address that JAX can share."""
-    room = np.empty(x.nbytes + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    copy = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
-    copy[...] = x
-    return copy
 
 
 def _from_torch(out: Any, lse: Any) -> Result:
@@ -209,6 +202,14 @@ DOORS = {
     "kernels-jit": Door(functools.partial(_run_jit, implementation="mosaic_gpu"), _kernels_refuse, _in_half, 1.5),
     "torch-varlen": Door(_run_torch_varlen, _torch_refuses),
     "torch-kvcache": Door(_run_torch_kvcache, _kvcache_refuses),
+    **{
+        name: Door(run, refuses, backend_doors.one_tensor)
+        for name, run, refuses in (
+            ("backend-flash", backend_doors.run_flash, backend_doors.flash_refuses),
+            ("backend-flex", backend_doors.run_flex, backend_doors.flex_refuses),
+            ("backend-sdpa", backend_doors.run_sdpa, backend_doors.sdpa_refuses),
+        )
+    },
 }
 """By name: `paged_attention` by the reference, called eagerly, and with everything traced under `jit` and float8 kept
-as uint8; by the GPU kernels, likewise; and the two functions for PyTorch's tensors."""
+as uint8; by the GPU kernels, likewise; the two functions for PyTorch's tensors; and the classes for PyTorch engines."""

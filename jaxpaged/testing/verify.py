@@ -16,7 +16,7 @@ class Result:
     Attributes:
       dtype: of the query.
       error: largest difference of outputs, over the largest output of the oracle.
-      lse_error: likewise of the finite lses (an lse of float32, whatever the output's dtype).
+      lse_error: likewise of the finite lses (an lse of float32, whatever the output's dtype); 0 where there is no lse.
       skipped: why the case was not run, or None.
     """
 
@@ -43,12 +43,16 @@ def compare(case: Case, door_name: str, door: Door) -> Result:
     expected, expected_lse = inputs.expected()
     out, lse = door.run(inputs)
     error = relative_error(out, expected)
-    lse_error = relative_error(np.where(np.isneginf(lse), 0, lse), np.where(np.isneginf(expected_lse), 0, expected_lse))
-    if not np.array_equal(np.isneginf(lse), np.isneginf(expected_lse)):
-        lse_error = np.inf
+    lse_error = 0.0 if lse is None else _lse_error(lse, expected_lse)
     allowed = tolerance(case) * door.slack
     ok = error <= allowed and lse_error <= LSE_TOLERANCE
     return Result(case.name, door_name, case.dtype, error, lse_error, allowed, ok)
+
+
+def _lse_error(got: np.ndarray, expected: np.ndarray) -> float:
+    if not np.array_equal(np.isneginf(got), np.isneginf(expected)):
+        return float("inf")
+    return relative_error(np.where(np.isneginf(got), 0, got), np.where(np.isneginf(expected), 0, expected))
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
