@@ -38,7 +38,8 @@ def chunked(engine, num_decodes):
     lens, starts = engine.lens, engine.starts
     return TorchSDPAMetadata(
         num_prefills=len(lens) - d, num_prefill_tokens=int(starts[-1]) - d, num_decode_tokens=d,
-        slot_mapping=engine.slots, decode_seq_lens_tensor=lens[:d], decode_max_seq_len=int(lens[:d].max()),
+        slot_mapping=engine.slots, decode_seq_lens_tensor=lens[:d],
+        decode_max_seq_len=max(engine.lens_list[:d], default=0),
         decode_block_tables=engine.table[:d], chunked_prefill=True, max_query_len=max(engine.query_lens),
         prefill_max_seq_len=int(lens[d:].max()),
         prefill_query_start_loc=starts[d:] - d,
