@@ -9,7 +9,7 @@ from jaxpaged.backends.attention_type import AttentionType, MetadataError
 from jaxpaged.backends.flash_builder import FlashAttentionMetadataBuilder
 from jaxpaged.backends.flash_metadata import FlashAttentionMetadata
 from jaxpaged.backends.layer_cache import layer_cache
-from jaxpaged.backends.parts import NewTokens, PackedPart, PagedPart, Part, attend
+from jaxpaged.backends.parts import NewTokens, PackedPart, PagedPart, Part, attend, check_num_tokens
 from jaxpaged.backends.settings import Settings, check_head_size
 from jaxpaged.bridge.torch_cache import TorchCache
 from jaxpaged.metadata.checks import check_positive, check_shape
@@ -182,11 +182,7 @@ class FlashAttentionImpl:
             raise ValueError("key, value: expected the new tokens' keys and values, got None")
         meta = attn_metadata
         for name, x in (("query", query), ("key", by_head), ("value", value_by_head)):
-            if x.shape[0] != meta.num_prefill_tokens + meta.num_decode_tokens:
-                raise ValueError(
-                    f"{name}: expected {meta.num_prefill_tokens} tokens of prompts and {meta.num_decode_tokens} of "
-                    f"decodes, as in attn_metadata, got {x.shape[0]}"
-                )
+            check_num_tokens(name, x, meta.num_prefill_tokens, meta.num_decode_tokens)
         cache: TorchCache | None = None
         new: NewTokens | None = None
         if kv_cache is not None and attn_type == AttentionType.DECODER:

@@ -173,6 +173,15 @@ def attend(query: torch.Tensor, parts: Sequence[Part], cache: TorchCache | None,
     return out
 
 
+def check_num_tokens(name: str, x: torch.Tensor, num_prefill: int, num_decode: int) -> None:
+    """Raise unless there are as many tokens as the metadata say."""
+    if x.shape[0] != num_prefill + num_decode:
+        raise ValueError(
+            f"{name}: expected {num_prefill} tokens of prompts and {num_decode} of decodes, as in attn_metadata, "
+            f"got {x.shape[0]}"
+        )
+
+
 def _starts(name: str, lens: Sequence[int], total: int) -> np.ndarray:
     values = np.asarray(lens)
     if values.size and (values.dtype.kind not in "iu" or values.min() < 0):

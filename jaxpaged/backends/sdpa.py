@@ -1,21 +1,18 @@
 """vLLM's CPU backend, TORCH_SDPA: decoder, encoder, encoder-only and cross-attention layers."""
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from jaxpaged.backends.attention_type import AttentionType, MetadataError
-from jaxpaged.backends.biases import bias_score
+from jaxpaged.backends.attention_type import AttentionType
 from jaxpaged.backends.biases import make_alibi_bias as _make_alibi_bias
 from jaxpaged.backends.biases import make_sliding_window_bias as _make_sliding_window_bias
 from jaxpaged.backends.flat_cache import FlatCache
 from jaxpaged.backends.layer_cache import layer_cache
 from jaxpaged.backends.outputs import check_output, store
-from jaxpaged.backends.parts import NewTokens, PackedPart, PagedPart, Part, attend
+from jaxpaged.backends.parts import NewTokens, attend
 from jaxpaged.backends.sdpa_metadata import TorchSDPAMetadata, TorchSDPAMetadataBuilderV1
+from jaxpaged.backends.sdpa_parts import batch_parts, check_metadata
 from jaxpaged.backends.settings import Settings
 from jaxpaged.bridge.torch_cache import TorchCache
 
@@ -163,9 +160,10 @@ class TorchSDPABackendImpl:
             return query
         check_output(output, output_scale, output_block_scale, query)
         query, key, value = self._settings.heads(query, key, value)
-        _check_metadata(attn_metadata, self.attn_type)
+        check_metadata(attn_metadata, self.attn_type)
         cache = self._cache(layer, kv_cache)
-        parts = self._parts(attn_metadata, query, key, value)
+        shared = self.kv_sharing_target_layer_name is not None
+        parts = batch_parts(attn_metadata, self.attn_type, self._options, query, key, value, from_cache=shared)
         result = attend(query, parts, cache, self._new_tokens(attn_metadata, key, value))
         if output is None:
             return result.flatten(1)
@@ -188,112 +186,3 @@ class TorchSDPABackendImpl:
         slots = meta.cross_slot_mapping if cross else meta.slot_mapping
         assert slots is not None  # checked
         return key, value, slots
-
-    def _parts(
-        self, meta: TorchSDPAMetadata, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None
-    ) -> list[Part]:
-        num_decode, num_prefill = meta.num_decode_tokens, meta.num_prefill_tokens
-        if self.attn_type == AttentionType.ENCODER:
-            assert meta.num_encoder_tokens is not None  # checked
-            num_decode, num_prefill = 0, meta.num_encoder_tokens
-        for name, x in (("query", query), ("key", key)):
-            checked = name == "query" or self.attn_type == AttentionType.DECODER
-            if checked and x is not None and x.shape[0] != num_decode + num_prefill:
-                raise ValueError(
-                    f"{name}: expected {num_prefill} tokens of prompts and {num_decode} of decodes, as in "
-                    f"attn_metadata, got {x.shape[0]}"
-                )
-        parts: list[Part] = []
-        if num_decode:
-            lens, _, tables = meta.get_seq_len_block_table_args(self.attn_type)
-            cross = self.attn_type == AttentionType.ENCODER_DECODER
-            names = (
-                ("cross_block_tables", "encoder_seq_lens_tensor")
-                if cross
-                else ("decode_block_tables", "decode_seq_lens_tensor")
-            )
-            parts.append(
-                PagedPart.of(slice(0, num_decode), self._options, block_table=tables, seq_lens=lens, names=names)
-            )
-        if num_prefill:
-            parts.append(self._prefill(meta, slice(num_decode, num_decode + num_prefill), key, value))
-        return parts
-
-    def _prefill(
-        self, meta: TorchSDPAMetadata, tokens: slice, key: torch.Tensor | None, value: torch.Tensor | None
-    ) -> Part:
-        shares = self.kv_sharing_target_layer_name is not None or key is None
-        if self.attn_type == AttentionType.ENCODER_DECODER and shares:
-            starts = _starts("seq_lens", meta.seq_lens)
-            names = ("cross_block_tables", "encoder_seq_lens_tensor")
-            lens = meta.encoder_seq_lens_tensor
-            return PagedPart.of(
-                tokens, self._options, block_table=meta.cross_block_tables, seq_lens=lens, query_start_loc=starts,
-                names=names,
-            )  # fmt: skip
-        if self.attn_type != AttentionType.ENCODER and (meta.chunked_prefill or shares):
-            if meta.prefill_query_start_loc is None or meta.prefill_seq_start_loc is None:
-                raise MetadataError(
-                    "attn_metadata.prefill_query_start_loc, prefill_seq_start_loc: expected tensors for prompts in "
-                    "the cache, got None"
-                )
-            return PagedPart.of(
-                tokens, self._options, block_table=meta.prefill_block_tables,
-                seq_lens=meta.prefill_seq_start_loc.diff(), query_start_loc=meta.prefill_query_start_loc,
-                names=("prefill_block_tables", "prefill_seq_start_loc"),
-            )  # fmt: skip
-        return self._packed(meta, tokens, key, value)
-
-    def _packed(
-        self, meta: TorchSDPAMetadata, tokens: slice, key: torch.Tensor | None, value: torch.Tensor | None
-    ) -> PackedPart:
-        """Whole prompts, which need no cache; the metadata's own biases take the place of the layer's options."""
-        query_lens, kv_lens = meta.get_seq_lens(self.attn_type)
-        if key is None or value is None or query_lens is None or kv_lens is None:
-            raise MetadataError("key, value, attn_metadata.seq_lens: expected all of them for whole prompts, got None")
-        biases, options = meta.get_attn_bias(self.attn_type), self._options
-        if biases is not None:
-            score_mod = bias_score(biases, query_lens, kv_lens, causal=options.causal)
-            options = dataclasses.replace(
-                options, causal=False, window=(None, None), alibi_slopes=None, score_mod=score_mod
-            )
-        if self.attn_type == AttentionType.DECODER:
-            key, value = key[tokens], value[tokens]
-        return PackedPart.of(
-            tokens, options, key=key, value=value, query_lens=query_lens, kv_lens=kv_lens,
-            names=_LENGTHS[self.attn_type],
-        )  # fmt: skip
-
-
-_LENGTHS = {
-    AttentionType.DECODER: ("seq_lens", "seq_lens"),
-    AttentionType.ENCODER_ONLY: ("seq_lens", "seq_lens"),
-    AttentionType.ENCODER: ("encoder_seq_lens", "encoder_seq_lens"),
-    AttentionType.ENCODER_DECODER: ("seq_lens", "encoder_seq_lens"),
-}
-
-
-def _starts(name: str, lens: Sequence[int] | None) -> torch.Tensor:
-    if lens is None:
-        raise MetadataError(f"attn_metadata.{name}: expected the prompts' lengths, got None")
-    return torch.tensor([0, *np.cumsum(lens, dtype=np.int32)], dtype=torch.int32)
-
-
-def _check_metadata(meta: TorchSDPAMetadata, attn_type: AttentionType) -> None:
-    encoder = ("encoder_seq_lens", "encoder_seq_lens_tensor", "max_encoder_seq_len")
-    needed: dict[AttentionType, tuple[str, ...]] = {
-        AttentionType.ENCODER: (*encoder, "num_encoder_tokens"),
-        AttentionType.ENCODER_DECODER: (*encoder, "cross_slot_mapping", "cross_block_tables"),
-    }
-    missing = [name for name in needed.get(attn_type, ()) if getattr(meta, name) is None]
-    if missing:
-        raise MetadataError(f"attn_metadata: {attn_type} attention needs {', '.join(missing)}, got None")
-    if attn_type == AttentionType.ENCODER_ONLY and meta.num_decode_tokens:
-        raise MetadataError(
-            f"attn_metadata.num_decode_tokens: a model without a decoder has none, got {meta.num_decode_tokens}"
-        )
-    if attn_type == AttentionType.ENCODER_DECODER and meta.num_decode_tokens and meta.num_prefill_tokens:
-        raise MetadataError(
-            f"attn_metadata: cross-attention takes prompts or decodes, not both at once, got {meta.num_prefill_tokens} "
-            f"tokens of prompts and {meta.num_decode_tokens} of decodes"
-        )

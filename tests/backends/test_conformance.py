@@ -58,8 +58,12 @@ def test_other_signatures_are_found(name):
             method["kind"] = "static" if kind != "static" else "class"
             assert checked(name, listed=listed)
             method["kind"] = kind
-        more = copy.deepcopy(listed)
-        assert checked(name, listed=more) == []
+        for kind, absent in (("instance_attributes", ["absent"]), ("class_attributes", {"absent": "0"})):
+            assert checked(name, listed=copy.deepcopy(listed)) == []
+            known = parts.get(kind)
+            parts[kind] = absent
+            assert checked(name, listed=listed)
+            parts[kind] = type(absent)() if known is None else known
     assert planted > 20
 
 
