@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -40,17 +40,17 @@ def refuses(case: Case) -> str | None:
 
 
 def flex_refuses(case: Case) -> str | None:
-    return refuses(case) or _head_size_refused(case, "flex")
+    return refuses(case) or _head_size_refused(case)
 
 
 def flash_refuses(case: Case) -> str | None:
     if case.extra_tokens or not dict(case.options).get("causal", True):
         return "the class has no rows without a request, and no encoders with a cache"
-    return refuses(case) or _head_size_refused(case, "flash")
+    return refuses(case) or _other_sizes(case)
 
 
 def sdpa_refuses(case: Case) -> str | None:
-    return "the class has no rows without a request" if case.extra_tokens else refuses(case)
+    return "the class has no rows without a request" if case.extra_tokens else refuses(case) or _other_sizes(case)
 
 
 def run_flex(inputs: Inputs) -> Any:
@@ -190,9 +190,17 @@ def _unwritten(inputs: Inputs, slots: np.ndarray) -> Any:
     return tensor if case.layout == "2NHD" else tensor.transpose(0, 1)
 
 
-def _head_size_refused(case: Case, backend: Literal["flash", "flex"]) -> str | None:
-    from jaxpaged.backends.flash import FlashAttentionBackend
+def _head_size_refused(case: Case) -> str | None:
     from jaxpaged.backends.flex import FlexAttentionBackend
 
-    supported = (FlashAttentionBackend if backend == "flash" else FlexAttentionBackend).get_supported_head_sizes()
+    supported = FlexAttentionBackend.get_supported_head_sizes()
     return None if case.head_size in supported else f"the class has no heads of {case.head_size}"
+
+
+def _other_sizes(case: Case) -> str | None:
+    """Calls in two parts need programs of their own, which cost seconds for each set of sizes."""
+    usual = Case("usual", (), ())
+    same = all(
+        getattr(case, name) == getattr(usual, name) for name in ("num_heads", "num_kv_heads", "head_size", "block_size")
+    )
+    return None if same else "sizes count below the classes alone, and backend-flex goes through all of them"
