@@ -46,7 +46,7 @@ class BiasScore:
     """A score function that adds the bias of each pair of positions.
 
     Attributes:
-      bias: [num_reqs, num_heads or 1, query_len, kv_len] float32, padded with zeros.
+      bias: [num_reqs, num_heads, query_len, kv_len] float32, padded with zeros.
       first: [num_reqs] int32, the position of each request's first query.
     """
 
@@ -54,25 +54,29 @@ class BiasScore:
     first: Any
 
     def __call__(self, score: Any, b: Any, h: Any, q_pos: Any, kv_pos: Any) -> Any:
-        head = h if self.bias.shape[1] > 1 else 0
-        return score + self.bias[b, head, q_pos - self.first[b], kv_pos]
+        return score + self.bias[b, h, q_pos - self.first[b], kv_pos]
 
 
 def bias_score(
-    biases: Sequence[torch.Tensor | None], query_lens: Sequence[int], kv_lens: Sequence[int], *, causal: bool
+    biases: Sequence[torch.Tensor | None],
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    num_heads: int,
+    causal: bool,
 ) -> BiasScore:
     """A score function from each request's bias [.., num_heads or 1, query_len, kv_len] or [query_len, kv_len].
 
-    A request without one, None, is causal or sees all, as `causal` says.
+    A bias of bool is a mask: true where a score takes part. A request without a bias, None, is causal or sees all, as
+    `causal` says.
 
     Raises:
       ValueError: there is not one for each request, or one has another shape.
     """
     if not len(biases) == len(query_lens) == len(kv_lens):
         raise ValueError(f"attn_bias: expected {len(query_lens)} biases, one a request, got {len(biases)}")
-    heads = max((x.shape[-3] for x in biases if x is not None and x.ndim > 2), default=1)
     size = [next_bucket(max(lens, default=1)) for lens in (query_lens, kv_lens)]
-    bias = np.zeros((next_bucket(len(biases)), heads, *size), np.float32)
+    bias = np.zeros((next_bucket(len(biases)), num_heads, *size), np.float32)
     first = np.zeros(len(bias), np.int32)
     for i, (x, m, n) in enumerate(zip(biases, query_lens, kv_lens, strict=True)):
         first[i] = n - m
@@ -80,9 +84,11 @@ def bias_score(
             if causal:
                 bias[i, :, :m, :n] = np.where(np.tri(m, n, n - m, dtype=bool), 0, -np.inf)
             continue
-        if x.shape[-2:] != (m, n) or (x.ndim > 2 and x.shape[-3] not in (1, heads)) or x[..., 0, 0].numel() > heads:
-            raise ValueError(f"attn_bias[{i}]: expected shape [1, {heads}, {m}, {n}], got {list(x.shape)}")
-        bias[i, :, :m, :n] = to_numpy(x.detach().float()).reshape(-1, m, n)
+        leading = (1, 1, *x.shape[:-2])
+        if x.shape[-2:] != (m, n) or leading[-1] not in (1, num_heads) or any(size != 1 for size in leading[:-1]):
+            raise ValueError(f"attn_bias[{i}]: expected shape [1, {num_heads} or 1, {m}, {n}], got {list(x.shape)}")
+        added = torch.zeros(x.shape).masked_fill(~x, -math.inf) if x.dtype == torch.bool else x.detach().float()
+        bias[i, :, :m, :n] = to_numpy(added).reshape(-1, m, n)
     return BiasScore(bias, first)
 
 

@@ -76,7 +76,7 @@ def batch_parts(
         elif attn_type != AttentionType.ENCODER and (meta.chunked_prefill or from_cache):
             parts.append(_cached_prompts(meta, options, tokens))
         else:
-            parts.append(_whole_prompts(meta, attn_type, options, tokens, key, value))
+            parts.append(_whole_prompts(meta, attn_type, options, tokens, query.shape[1], key, value))
     return parts
 
 
@@ -116,6 +116,7 @@ def _whole_prompts(
     attn_type: AttentionType,
     options: Options,
     tokens: slice,
+    num_heads: int,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
 ) -> PackedPart:
@@ -126,7 +127,7 @@ def _whole_prompts(
         raise MetadataError(f"key, value, attn_metadata.{names[0]}: expected all of them for whole prompts, got None")
     biases = meta.get_attn_bias(attn_type)
     if biases is not None:
-        score_mod = bias_score(biases, query_lens, kv_lens, causal=options.causal)
+        score_mod = bias_score(biases, query_lens, kv_lens, num_heads=num_heads, causal=options.causal)
         options = dataclasses.replace(
             options, causal=False, window=(None, None), alibi_slopes=None, score_mod=score_mod
         )

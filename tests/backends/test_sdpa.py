@@ -187,6 +187,7 @@ def test_biases_of_the_metadata_take_the_place_of_the_layers_mask():
         (_make_sliding_window_bias(PROMPTS[1], 4, torch.float32), {"window": (3, 0)}),
         (_make_sliding_window_bias(PROMPTS[1], None, torch.bfloat16), {}),
         ([None, torch.zeros(1, 1), None], {}),
+        ([torch.ones(n, n).tril().bool() for n in PROMPTS[1]], {}),
     ):
         metadata = whole(engine)
         metadata.set_attn_bias(biases, AttentionType.DECODER)
@@ -280,6 +281,10 @@ BAD = {
     "another cache": ({}, {}, {"kv_cache": torch.zeros(2, 3, 100)}, ValueError, "kv_cache: expected shape"),
     "4-bit output": ({}, {}, {"output_block_scale": torch.ones(1)}, NotImplementedError, "output_block_scale"),
     "scaled output": ({}, {}, {"output_scale": torch.ones(1)}, TypeError, "output: with output_scale"),
+    "bias of two heads": (
+        {}, {"attn_bias": [torch.zeros(1, 2, n, n) for n in PROMPTS[1]]}, {}, ValueError,
+        r"attn_bias\[0\]: expected shape \[1, 4 or 1, 7, 7\], got \[1, 2, 7, 7\]",
+    ),
     "bias": ({}, {"attn_bias": [torch.zeros(3, 3)] * 3}, {}, ValueError, r"attn_bias\[0\]: expected shape"),
     "tokens of decodes": (
         {"attn_type": "encoder_only"}, {"num_decode_tokens": 1}, {}, ValueError, "num_decode_tokens",
