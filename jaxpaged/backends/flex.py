@@ -236,7 +236,8 @@ class FlexAttentionImpl:
         if total != meta.total_cache_tokens:
             raise ValueError(f"kv_cache: expected {meta.total_cache_tokens} tokens, as in attn_metadata, got {total}")
         if meta.replaced_block_mask is not None:
-            mask = meta.translated(meta.replaced_block_mask, tile_mask)
+            shape = (1, self.num_heads, num_tokens, total)
+            mask = meta.translated(meta.replaced_block_mask, lambda block_mask: tile_mask(block_mask, shape))
         else:
             mask = meta.translated(meta.replaced_mask_mod, lambda f: jax_function("mask_mod", f, POSITIONS))
         table = np.arange(kv_cache.shape[1], dtype=np.int32)[None]

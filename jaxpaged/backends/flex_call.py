@@ -60,7 +60,7 @@ def flex_attention_compiled(
     options = Options(scale=checked_scale(scale, head_size), causal=False, window=(None, None), soft_cap=None)
     part = run_part(
         np.arange(batch, dtype=np.int32)[:, None], q_len, key.shape[2], options,
-        mask_mod=None if block_mask is None else tile_mask(block_mask),
+        mask_mod=None if block_mask is None else tile_mask(block_mask, (batch, num_heads, q_len, key.shape[2])),
         score_mod=None if score_mod is None else jax_function("score_mod", score_mod, SCORE_AND_POSITIONS),
     )  # fmt: skip
     rows = query.transpose(1, 2).reshape(batch * q_len, num_heads, head_size)
@@ -84,8 +84,20 @@ def run_part(
     return PagedPart(slice(0, num_reqs * q_len), starts, lens, block_table, options)
 
 
-def tile_mask(block_mask: BlockMask) -> ByTile:
-    """What a block mask of PyTorch's says, by its lists of tiles and its mask function."""
+def tile_mask(block_mask: BlockMask, shape: tuple[int, int, int, int]) -> ByTile:
+    """What a block mask of PyTorch's says, by its lists of tiles and its mask function.
+
+    Args:
+      shape: (batch, num_heads, q_len, kv_len) of the scores that it is for.
+
+    Raises:
+      TypeError, ValueError: it doesn't fit the shape, or its function can't be translated.
+    """
+    made_for = tuple(block_mask.shape)
+    fits = [got in (1, want) for got, want in zip(made_for[:2], shape[:2], strict=True)]
+    fits += [got >= want for got, want in zip(made_for[2:], shape[2:], strict=True)]
+    if not all(fits):
+        raise ValueError(f"block_mask: expected one for scores of shape {list(shape)}, got one for {list(made_for)}")
     tiles = np.full(block_mask.kv_indices.shape, EMPTY, np.int8)
     lists = [
         (PARTIAL, block_mask.kv_num_blocks, block_mask.kv_indices),

@@ -383,6 +383,10 @@ BAD = {
     "a window": ({"sliding_window": 4}, {"mask_mod": causal_mask_mod}, {}, ValueError, "logical_mask_mod"),
     "another cache": ({}, {"mask_mod": causal_mask_mod, "total_cache_tokens": 9}, {}, ValueError, "expected 9 tokens"),
     "no function": ({}, {"logical_mask_mod": 3}, {}, TypeError, "logical_mask_mod: expected a function"),
+    "a small block mask": (
+        {}, {"block_mask": create_block_mask_compiled(causal_mask_mod, None, None, 64, 128, device="cpu")}, {},
+        ValueError, r"block_mask: expected one for scores of shape \[1, 4, 50, \d+\], got one for \[1, 1, 64, 128\]",
+    ),
     "no score": ({}, {"score_mod": lambda *_: "x"}, {}, TypeError, "score_mod"),
     "no key": ({}, {}, {"key": None, "value": None}, ValueError, "key, value"),
 }  # fmt: skip
