@@ -32,21 +32,17 @@ class FlashAttentionMetadataBuilder:
           input_builder: its `runner`, `sliding_window`, `block_size` and `scheduler_config.use_v2_block_manager` are
             used here, its `inter_data_list` and `chunked_prefill_enabled` in `build`.
         """
-        self.slot_mapping: list[int] = []
-        self.prefill_seq_lens: list[int] = []
-        self.context_lens: list[int] = []
-        self.block_tables: list[list[int]] = []
-        self.curr_seq_lens: list[int] = []
-        self.num_prefills = 0
-        self.num_prefill_tokens = 0
-        self.num_decode_tokens = 0
-        self.has_prefix_cache_hit = False
-
-        self.input_builder = input_builder
-        self.runner = input_builder.runner
-        self.sliding_window = input_builder.sliding_window
-        self.block_size = input_builder.block_size
+        self.input_builder, self.runner = input_builder, input_builder.runner
+        self.block_size, self.sliding_window = input_builder.block_size, input_builder.sliding_window
         self.use_v2_block_manager = input_builder.scheduler_config.use_v2_block_manager
+
+        self.num_prefills = self.num_prefill_tokens = self.num_decode_tokens = 0
+        self.has_prefix_cache_hit = False
+        self.block_tables: list[list[int]] = []
+        self.context_lens: list[int] = []
+        self.curr_seq_lens: list[int] = []
+        self.prefill_seq_lens: list[int] = []
+        self.slot_mapping: list[int] = []
 
     def _add_seq_group(self, inter_data: Any, chunked_prefill_enabled: bool, prefix_cache_hit: bool) -> None:
         """Add a group's sequences: their counts, context lengths, block tables and slots.
@@ -133,11 +129,10 @@ class FlashAttentionMetadataBuilder:
 
     def _graph_block_tables(self, batch_size: int) -> torch.Tensor:
         """The runner's table [max_batch_size, max_blocks_per_seq], a NumPy array, filled and cut to the batch."""
-        tables = self.runner.graph_block_tables[:batch_size]
-        for i, block_table in enumerate(self.block_tables):
-            if block_table:
-                tables[i, : len(block_table)] = block_table
-        return torch.from_numpy(tables).to(self.runner.device, non_blocking=True)
+        rows = self.runner.graph_block_tables[:batch_size]
+        for row, blocks in zip(rows, self.block_tables, strict=False):  # the last rows pad the graph
+            row[: len(blocks)] = blocks
+        return torch.from_numpy(rows).to(self.runner.device, non_blocking=True)
 
     def _tensor(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
         on_host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=self.runner.pin_memory)

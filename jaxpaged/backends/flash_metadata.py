@@ -1,7 +1,7 @@
 """What Aphrodite's FlashAttention backend is told of a batch."""
 
 import dataclasses
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
@@ -83,22 +83,16 @@ class FlashAttentionMetadata:
             return None
         if self._cached_decode_metadata is None:
             self._check("block_tables", "seq_lens_tensor")
-            assert self.block_tables is not None and self.seq_lens_tensor is not None
-            self._cached_decode_metadata = FlashAttentionMetadata(
-                num_prefills=0,
-                num_prefill_tokens=0,
-                num_decode_tokens=self.num_decode_tokens,
-                slot_mapping=self.slot_mapping[self.num_prefill_tokens :],
-                seq_lens=None,
-                seq_lens_tensor=self.seq_lens_tensor[self.num_prefills :],
-                max_query_len=None,
-                max_prefill_seq_len=0,
-                max_decode_seq_len=self.max_decode_seq_len,
-                query_start_loc=None,
-                seq_start_loc=None,
-                context_lens_tensor=None,
-                block_tables=self.block_tables[self.num_prefills :],
-                use_cuda_graph=self.use_cuda_graph,
+            n, tokens = self.num_prefills, self.num_prefill_tokens
+            of_prompts = ("seq_lens", "max_query_len", "query_start_loc", "seq_start_loc", "context_lens_tensor")
+            unset: dict[str, Any] = dict.fromkeys((*of_prompts, "_cached_prefill_metadata"))
+            unset |= dict.fromkeys(("num_prefills", "num_prefill_tokens", "max_prefill_seq_len"), 0)
+            self._cached_decode_metadata = dataclasses.replace(
+                self,
+                **unset,
+                block_tables=_rest(self.block_tables, n),
+                seq_lens_tensor=_rest(self.seq_lens_tensor, n),
+                slot_mapping=self.slot_mapping[tokens:],
             )
         return self._cached_decode_metadata
 
@@ -110,3 +104,7 @@ class FlashAttentionMetadata:
 
 def _first[T: (torch.Tensor, list[int])](x: T | None, n: int) -> T | None:
     return None if x is None else x[:n]
+
+
+def _rest(x: torch.Tensor | None, n: int) -> torch.Tensor | None:
+    return None if x is None else x[n:]

@@ -18,14 +18,11 @@ class FlexAttentionMetadataBuilder:
           kv_cache_spec: its `block_size` is used.
           block_table: its `get_device_tensor()`, `slot_mapping` and `slot_mapping_cpu` are used.
         """
-        model_config = runner.model_config
-        self.runner = runner
-        self.num_heads_q = model_config.get_num_attention_heads(runner.parallel_config)
-        self.num_heads_kv = model_config.get_num_kv_heads(runner.parallel_config)
-        self.headdim = model_config.get_head_size()
+        self.runner, self.kv_cache_spec, self.block_table = runner, kv_cache_spec, block_table
         self.block_size = kv_cache_spec.block_size
-        self.kv_cache_spec = kv_cache_spec
-        self.block_table = block_table
+        model, parallel = runner.model_config, runner.parallel_config
+        self.headdim = model.get_head_size()
+        self.num_heads_kv, self.num_heads_q = model.get_num_kv_heads(parallel), model.get_num_attention_heads(parallel)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any) -> FlexAttentionMetadata:
         """A step's metadata.
