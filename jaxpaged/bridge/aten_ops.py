@@ -45,20 +45,18 @@ def _converted(x: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
 
 
 def _filled(value: Any) -> Callable[..., Any]:
-    """Functions make tensors like their arguments, or of one element; a number that broadcasts stands for either."""
+    """A tensor like an argument, whose shape is that of all elements: a number that broadcasts stands for it."""
 
-    def make(*_: Any, dtype: torch.dtype | None = None, **__: Any) -> Any:
-        return jnp.asarray(value, None if dtype is None else jax_dtype(dtype))
+    def make(x: Any, size: Sequence[int] = (), *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+        if any(n != 1 for n in size):
+            raise NotImplementedError(f"a new tensor of shape {list(size)}: make it outside of the function")
+        return jnp.asarray(value, x.dtype if dtype is None else jax_dtype(dtype))
 
     return make
 
 
-def _scalar(value: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    return _filled(value)(dtype=dtype)
-
-
-def _full(_: Any, value: Any, dtype: torch.dtype | None = None, **__: Any) -> Any:
-    return _filled(value)(dtype=dtype)
+def _full_like(x: Any, value: Any, **given: Any) -> Any:
+    return _filled(value)(x, **given)
 
 
 def _clamped(x: Any, low: Any = None, high: Any = None) -> Any:
@@ -81,9 +79,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "clamp": _clamped, "clamp_min": lambda x, low: jnp.maximum(x, low),
     "clamp_max": lambda x, high: jnp.minimum(x, high), "index": _index,
     "_to_copy": _converted, "clone": lambda x, **_: x, "alias": lambda x: x, "detach": lambda x: x,
-    "lift_fresh_copy": lambda x: x, "scalar_tensor": _scalar, "full": _full, "full_like": _full,
-    "zeros_like": _filled(0), "ones_like": _filled(1), "new_zeros": _filled(0), "new_ones": _filled(1),
-    "zeros": _filled(0), "ones": _filled(1),
+    "full_like": _full_like, "zeros_like": _filled(0), "ones_like": _filled(1), "new_zeros": _filled(0),
+    "new_ones": _filled(1),
 }  # fmt: skip
 """By the operation's name, without its overload."""
 

@@ -144,7 +144,7 @@ class _Trace:
     def _called(self, node: Any) -> Any:
         args, kwargs = self._resolved(tuple(node.args)), self._resolved(dict(node.kwargs))
         inputs = [self._known[n] for n in node.all_input_nodes]
-        if inputs and not any(isinstance(x, _Ref) for x in inputs):
+        if not any(isinstance(x, _Ref) for x in inputs):
             return node.target(*args, **kwargs)
         op = node.target.overloadpacket.__name__
         if op not in OPS:

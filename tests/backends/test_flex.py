@@ -302,6 +302,7 @@ def test_the_mask_function_agrees_with_block_tables():
             assert sorted(row.nonzero()[:, 0].tolist()) == sorted(own[: last + 1].tolist())
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("masked", [False, True])
 def test_flex_attention_agrees_with_pytorchs(masked):
     torch.manual_seed(0)

@@ -27,6 +27,9 @@ MASKS = {
     "logical": lambda b, h, q, kv: torch.logical_and(q != kv, torch.logical_not(kv > 4)),
     "ones": lambda b, h, q, kv: b.new_ones(size=(), dtype=torch.bool),
     "constant": lambda b, h, q, kv: True,
+    "made inside": lambda b, h, q, kv: (
+        torch.arange(2, 12)[q] * torch.zeros(3)[b] + torch.ones(()) > torch.full((1,), 0.5)
+    ),
     "floats": lambda b, h, q, kv: (q / 2 - kv.float() * 0.75).abs() < torch.sqrt(h + 1.5),
     "floor": lambda b, h, q, kv: torch.div(kv - q, 2, rounding_mode="floor") > -2,
     "trunc": lambda b, h, q, kv: torch.div(kv - q, 2, rounding_mode="trunc") >= 0,
@@ -106,6 +109,7 @@ def data_dependent(b, h, q, kv):
         (lambda b, h, q, kv: torch.cumsum(q, 0) > kv, "aten.cumsum.default has no counterpart"),
         (lambda b, h, q, kv: TABLE[q] > kv, "2 axes indexed by 1: index all of them"),
         (lambda b, h, q, kv: kv < SLOPES, r"it makes shape \[4\] of one element"),
+        (lambda b, h, q, kv: q.new_ones(3).sum() > kv, r"a new tensor of shape \[3\]|no counterpart"),
         (lambda b, h, q, kv: None, "it returns NoneType"),
         (lambda b, h, q, kv: torch.tensor([2**40])[b] > kv, "int64 holds 1099511627776"),
     ],
