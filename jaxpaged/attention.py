@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxpaged.implementations import choose, gpu_of_call, static_options
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.checks import check_dtype, check_shape, shape_text
+from jaxpaged.metadata.head_sharding import HeadSharding, head_sharding, local
 from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES, KVCache
 from jaxpaged.reference import attention as reference
 from jaxpaged.reference.attention import AttentionOptions
@@ -45,6 +47,9 @@ def paged_attention(
     `scale * q·k`, then capped, then changed by `score_mod`, then given the ALiBi bias, then masked; accumulation is in
     float32. Query i of a request sits at position `seq_len - query_len + i`. A row with nothing to attend gives 0, and
     so do rows of `query` that belong to no request. A block out of the cache's range is not attended to.
+
+    Where the cache's kv heads are sharded over a mesh, each device attends with its own, and nothing is communicated;
+    the output's heads are sharded likewise. See `jaxpaged.sharding` for requests and blocks over devices.
 
     Args:
       query: [num_tokens, num_heads, head_size] float32, bfloat16 or float16, packed as `batch.query_start_loc` says.
@@ -94,16 +99,17 @@ def paged_attention(
         mask_mod=mask_mod,
         score_mod=score_mod,
     )
+    heads = head_sharding(cache)
     implementation = choose(
-        implementation, (query, cache, batch), lambda: _refusal(query, cache, batch, options, out_dtype)
+        implementation, (query, cache, batch), lambda: _refusal(query, cache, batch, options, out_dtype, heads)
     )
     arrays, static = split_options(options)
     if implementation == "mosaic_gpu":
         interpret, gpu = static_options(implementation)["interpret"], gpu_of_call((query, cache, batch))
-        called = (query, cache, batch, arrays, static, out_dtype, bool(batch_invariant), bool(return_lse))
+        called = (query, cache, batch, arrays, static, heads, out_dtype, bool(batch_invariant), bool(return_lse))
         out, lse = _mosaic_gpu(*called, interpret, gpu)
     else:
-        out, lse = _reference(query, cache, batch, arrays, static, out_dtype, bool(batch_invariant))
+        out, lse = _reference(query, cache, batch, arrays, static, heads, out_dtype, bool(batch_invariant))
     return (out, lse) if return_lse else out
 
 
@@ -114,33 +120,47 @@ def kernels_refuse(query: Any, cache: KVCache, batch: PagedBatch, *, out_dtype: 
     options = make_options(num_heads=query.shape[1], num_reqs=batch.num_reqs, **given)
     out_dtype = jnp.dtype(query.dtype if out_dtype is None else out_dtype)
     try:
-        choose("mosaic_gpu", (query, cache, batch), lambda: _refusal(query, cache, batch, options, out_dtype))
+        choose("mosaic_gpu", (query, cache, batch), lambda: _refusal(query, cache, batch, options, out_dtype, None))
     except ValueError as error:
         return str(error)
     return None
 
 
-def _refusal(query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOptions, out_dtype: Any) -> str | None:
+def _refusal(
+    query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOptions, out_dtype: Any, heads: HeadSharding | None
+) -> str | None:
     from jaxpaged.pallas.attention import refusal
 
+    if heads is not None:
+        if options.mask_mod is not None or options.score_mod is not None:
+            return "the kernels don't take mask_mod and score_mod where heads are sharded"
+        query, cache = local((query, cache), (heads.rows, heads.cache(cache)), heads.mesh)
     return refusal(query, cache, batch, options, out_dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _reference(
-    query: Any, cache: KVCache, batch: PagedBatch, arrays: Any, static: Any, out_dtype: Any, batch_invariant: bool
+    query: Any,
+    cache: KVCache,
+    batch: PagedBatch,
+    arrays: Any,
+    static: Any,
+    heads: HeadSharding | None,
+    out_dtype: Any,
+    batch_invariant: bool,
 ) -> tuple[Any, Any]:
-    options = join_options(arrays, static)
-    return reference.paged_attention(query, cache, batch, options, out_dtype=out_dtype, batch_invariant=batch_invariant)
+    attend = functools.partial(reference.paged_attention, out_dtype=out_dtype, batch_invariant=batch_invariant)
+    return _over_heads(attend, heads, query, cache, batch, arrays, static)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8, 9))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8, 9, 10))
 def _mosaic_gpu(
     query: Any,
     cache: KVCache,
     batch: PagedBatch,
     arrays: Any,
     static: Any,
+    heads: HeadSharding | None,
     out_dtype: Any,
     batch_invariant: bool,
     return_lse: bool,
@@ -149,9 +169,50 @@ def _mosaic_gpu(
 ) -> tuple[Any, Any]:
     from jaxpaged.pallas.attention import paged_attention
 
-    options = join_options(arrays, static)
     chosen = {"out_dtype": out_dtype, "batch_invariant": batch_invariant, "return_lse": return_lse}
-    return paged_attention(query, cache, batch, options, interpret=interpret, gpu=gpu, **chosen)
+    attend = functools.partial(paged_attention, interpret=interpret, gpu=gpu, **chosen)
+    return _over_heads(attend, heads, query, cache, batch, arrays, static)
+
+
+def _over_heads(
+    attend: Callable[..., Any],
+    heads: HeadSharding | None,
+    query: Any,
+    cache: KVCache,
+    batch: PagedBatch,
+    arrays: Any,
+    static: Any,
+) -> tuple[Any, Any]:
+    """`attend(query, cache, batch, options)`, by each device for its own heads where they are sharded."""
+    options = join_options(arrays, static)
+    if heads is None:
+        return attend(query, cache, batch, options)
+
+    def attend_to_own(query: Any, cache: KVCache, batch: PagedBatch, arrays: Any) -> Any:
+        first = jax.lax.axis_index(heads.axes) * query.shape[1]
+        return attend(query, cache, batch, _with_global_heads(join_options(arrays, static), first))
+
+    per_head = [id(options.alibi_slopes), id(options.sinks)]
+    of_arrays = [
+        None
+        if x is None
+        else PartitionSpec(*[None] * (x.ndim - 1), heads.axes)
+        if id(x) in per_head
+        else PartitionSpec()
+        for x in arrays
+    ]
+    in_specs = (heads.rows, heads.cache(cache), PartitionSpec(), of_arrays)
+    return heads.map(attend_to_own, in_specs, (heads.rows, PartitionSpec(heads.axes)))(query, cache, batch, arrays)
+
+
+def _with_global_heads(options: AttentionOptions, first: Any) -> AttentionOptions:
+    """Options whose functions see a device's head 0 as head `first`."""
+    mask, score = options.mask_mod, options.score_mod
+    return dataclasses.replace(
+        options,
+        mask_mod=None if mask is None else lambda b, h, q, kv: mask(b, h + first, q, kv),
+        score_mod=None if score is None else lambda s, b, h, q, kv: score(s, b, h + first, q, kv),
+    )
 
 
 def _check_query(query: Any, cache: KVCache, batch: PagedBatch) -> None:

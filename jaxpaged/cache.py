@@ -2,15 +2,18 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxpaged.attention import QUERY_DTYPES, check_array_like
 from jaxpaged.implementations import choose, static_options
 from jaxpaged.metadata.checks import as_int32_indices, check_dtype, check_shape, is_concrete
+from jaxpaged.metadata.head_sharding import HeadSharding, head_sharding, local
 from jaxpaged.metadata.kv_cache import CACHE_DTYPES, KVCache, scale_ranks
 from jaxpaged.metadata.layout import KVLayout
 from jaxpaged.reference import cache_ops
@@ -56,10 +59,11 @@ def write_kv(cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, impleme
     def refusal() -> str | None:
         from jaxpaged.pallas import cache_write
 
-        return cache_write.refusal(cache, key.dtype)
+        return cache_write.refusal(_own_part(cache, heads), key.dtype)
 
+    heads = head_sharding(cache)
     choice = choose(implementation, (cache, key, value, slot_mapping), refusal)
-    return _write_kv(cache, key, value, _kept_in_range(slot_mapping), **static_options(choice))
+    return _write_kv(cache, key, value, _kept_in_range(slot_mapping), heads=heads, **static_options(choice))
 
 
 def copy_blocks(cache: KVCache, src_to_dst: Any, *, implementation: str | None = None) -> KVCache:
@@ -152,49 +156,79 @@ def gather_kv(
     def refusal() -> str | None:
         from jaxpaged.pallas import gather
 
-        return gather.refusal(cache, dtype)
+        return gather.refusal(_own_part(cache, heads), dtype)
 
+    heads = head_sharding(cache)
     choice = choose(implementation, (cache, block_table, seq_lens), refusal)
-    return _gather_kv(cache, block_table, seq_lens, total_tokens, dtype, **static_options(choice))
+    return _gather_kv(cache, block_table, seq_lens, total_tokens, dtype, heads=heads, **static_options(choice))
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
+@functools.partial(jax.jit, static_argnames=("heads", "implementation", "interpret"))
 def _write_kv(
-    cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, implementation: str, interpret: Any
+    cache: KVCache,
+    key: Any,
+    value: Any,
+    slot_mapping: Any,
+    *,
+    heads: HeadSharding | None,
+    implementation: str,
+    interpret: Any,
 ) -> KVCache:
     if implementation == "reference":
-        return cache_ops.write_kv(cache, key, value, slot_mapping)
-    from jaxpaged.pallas import cache_write
+        write: Callable[..., Any] = cache_ops.write_kv
+    else:
+        from jaxpaged.pallas import cache_write
 
-    return cache_write.write_kv(cache, key, value, slot_mapping, interpret=interpret)
+        write = functools.partial(cache_write.write_kv, interpret=interpret)
+    if heads is not None:
+        specs = heads.cache(cache)
+        write = heads.map(write, (specs, heads.rows, heads.rows, PartitionSpec()), specs)
+    return write(cache, key, value, slot_mapping)
 
 
 def _copied(src: KVCache | None, dst: KVCache, pairs: Any, choice: str) -> KVCache:
     """`dst` with blocks of `src`, or of its own when that is None."""
+    heads = head_sharding(dst)
+    if src is not None and head_sharding(src) != heads:
+        raise ValueError(f"src: expected the sharding of dst, {heads}, got {head_sharding(src)}")
     if choice == "reference":
-        return _copy_blocks(src, dst, pairs, **static_options(choice))
+        return _copy_blocks(src, dst, pairs, heads=heads, **static_options(choice))
     from jaxpaged.pallas.block_pairs import block_pairs
 
     planned = block_pairs(pairs, (src or dst).num_blocks, dst.num_blocks, within=src is None)
-    return _copy_blocks(src, dst, planned, **static_options(choice))
+    return _copy_blocks(src, dst, planned, heads=heads, **static_options(choice))
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
-def _copy_blocks(src: KVCache | None, dst: KVCache, pairs: Any, *, implementation: str, interpret: Any) -> KVCache:
-    if implementation == "reference":
-        return cache_ops.copy_blocks(dst if src is None else src, dst, pairs)
-    from jaxpaged.pallas import block_copy
+@functools.partial(jax.jit, static_argnames=("heads", "implementation", "interpret"))
+def _copy_blocks(
+    src: KVCache | None,
+    dst: KVCache,
+    pairs: Any,
+    *,
+    heads: HeadSharding | None,
+    implementation: str,
+    interpret: Any,
+) -> KVCache:
+    def copy(src: KVCache | None, dst: KVCache, pairs: Any) -> KVCache:
+        if implementation == "reference":
+            return cache_ops.copy_blocks(dst if src is None else src, dst, pairs)
+        from jaxpaged.pallas import block_copy
 
-    return block_copy.copy_blocks(src, dst, pairs, interpret=interpret)
+        return block_copy.copy_blocks(src, dst, pairs, interpret=interpret)
+
+    if heads is None:
+        return copy(src, dst, pairs)
+    specs = None if src is None else heads.cache(src), heads.cache(dst)
+    return heads.map(copy, (*specs, PartitionSpec()), specs[1])(src, dst, pairs)
 
 
 def _copy_refusal(cache: KVCache) -> str | None:
     from jaxpaged.pallas import block_copy
 
-    return block_copy.refusal(cache)
+    return block_copy.refusal(_own_part(cache, head_sharding(cache)))
 
 
-@functools.partial(jax.jit, static_argnames=("total_tokens", "dtype", "implementation", "interpret"))
+@functools.partial(jax.jit, static_argnames=("total_tokens", "dtype", "heads", "implementation", "interpret"))
 def _gather_kv(
     cache: KVCache,
     block_table: Any,
@@ -202,14 +236,26 @@ def _gather_kv(
     total_tokens: int,
     dtype: Any,
     *,
+    heads: HeadSharding | None,
     implementation: str,
     interpret: Any,
 ) -> tuple[Any, Any]:
-    if implementation == "reference":
-        return cache_ops.gather_kv(cache, block_table, seq_lens, total_tokens, dtype)
-    from jaxpaged.pallas import gather
+    def gather(cache: KVCache, block_table: Any, seq_lens: Any) -> tuple[Any, Any]:
+        if implementation == "reference":
+            return cache_ops.gather_kv(cache, block_table, seq_lens, total_tokens, dtype)
+        from jaxpaged.pallas import gather as kernel
 
-    return gather.gather_kv(cache, block_table, seq_lens, total_tokens, interpret=interpret)
+        return kernel.gather_kv(cache, block_table, seq_lens, total_tokens, interpret=interpret)
+
+    if heads is not None:
+        specs = heads.cache(cache), PartitionSpec(), PartitionSpec()
+        return heads.map(gather, specs, heads.rows)(cache, block_table, seq_lens)
+    return gather(cache, block_table, seq_lens)
+
+
+def _own_part(cache: KVCache, heads: HeadSharding | None) -> KVCache:
+    """What one device has of a cache, in shapes and dtypes; the cache itself where it isn't sharded."""
+    return cache if heads is None else local(cache, heads.cache(cache), heads.mesh)
 
 
 def _check_cache(name: str, cache: Any) -> None:
@@ -245,7 +291,6 @@ def _empty_like(cache: KVCache, num_blocks: int) -> KVCache:
         value=None if cache.value is None else zeros(cache.value, cache.layout.axes("value").index("n")),
         k_scale=scales[0],
         v_scale=scales[1],
-        dims=dataclasses.replace(cache.dims, num_blocks=num_blocks),
     )
 
 

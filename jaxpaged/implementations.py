@@ -7,6 +7,8 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from jaxpaged.metadata.manual_axes import manual_axes
+
 Implementation = Literal["reference", "mosaic_gpu"]
 SUITABLE_GPUS = ("9.0",)
 """Compute capabilities that the Pallas kernels are written for: Hopper."""
@@ -33,6 +35,8 @@ def choose(implementation: str | None, arrays: Any, refusal: Callable[[], str | 
 
     device = _device(arrays)
     reason = None if interpreter() is not None else _unsuitable(device)
+    if reason is None and manual_axes(arrays):
+        reason = "in jax.shard_map Pallas' kernels need check_vma=False"
     if implementation is None:
         if reason is not None and _platform(device) in GPU_PLATFORMS:
             _warn_once(reason)

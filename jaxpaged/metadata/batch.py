@@ -113,6 +113,23 @@ class PagedBatch:
         """[num_reqs] int32, positions of each request that the block table has room for."""
         return jnp.minimum(self.seq_lens, self.max_blocks_per_req * block_size)
 
+    def shift_blocks(self, by: Any, *, num_blocks: int, block_size: int) -> Self:
+        """This batch over a cache in which its block i is block `i + by`.
+
+        So layers share one cache, of which layer i owns blocks `i * num_blocks` and on, and so a device finds its own
+        blocks, those of `device * blocks_per_device` and on, among all.
+
+        Args:
+          by: an int, or a traced int32 scalar; below 0 as well.
+          num_blocks: ids of this batch from 0 to `num_blocks - 1` name a block; others, and what becomes negative,
+            name none afterwards.
+          block_size: tokens a block.
+        """
+        slots = self.slot_mapping
+        if slots is not None:
+            slots = _shifted(slots, by * block_size, num_blocks * block_size)
+        return dataclasses.replace(self, block_table=_shifted(self.block_table, by, num_blocks), slot_mapping=slots)
+
     def pad(
         self, *, num_reqs: int | None = None, num_tokens: int | None = None, max_blocks_per_req: int | None = None
     ) -> Self:
@@ -150,6 +167,11 @@ class PagedBatch:
             num_tokens=None if self.slot_mapping is None else next_bucket(self.slot_mapping.shape[0], buckets),
             max_blocks_per_req=next_bucket(self.max_blocks_per_req, buckets),
         )
+
+
+def _shifted(ids: Any, by: Any, limit: int) -> Any:
+    named = (ids >= 0) & (ids < limit)
+    return jnp.where(named, jnp.maximum(ids + by, -1), -1).astype(ids.dtype)
 
 
 def pad_tokens(x: Any, num_tokens: int) -> Any:

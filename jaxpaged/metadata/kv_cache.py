@@ -1,6 +1,7 @@
 """KVCache: the buffers of a paged KV cache with their layout and scales, as a pytree."""
 
 import dataclasses
+import functools
 from typing import Any, Literal, Self
 
 import jax
@@ -28,8 +29,10 @@ class KVCache:
         [num_kv_heads] (per head) or [num_blocks, block_size, num_kv_heads] (per token and head, renewed by each write).
         None stands for 1.
       layout: where keys and values lie.
-      dims: the sizes.
+      head_size: size of a key head; a `(2d)` row doesn't tell it.
       dtype: of the numbers stored.
+
+    All other sizes are those of the buffers: within `shard_map` or `vmap` a cache is the part that is worked on there.
     """
 
     key: Any
@@ -37,7 +40,7 @@ class KVCache:
     k_scale: Any
     v_scale: Any
     layout: KVLayout = dataclasses.field(metadata={"static": True})
-    dims: CacheDims = dataclasses.field(metadata={"static": True})
+    head_size: int = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -140,7 +143,13 @@ class KVCache:
         ]
         if dtype == jnp.int8 and any(scale is None for scale in scales):
             raise ValueError("k_scale, v_scale: an int8 cache needs both scales, got None")
-        return cls(key_cache, value_cache, scales[0], scales[1], layout, dims, dtype)
+        return cls(key_cache, value_cache, scales[0], scales[1], layout, dims.head_size, dtype)
+
+    @functools.cached_property
+    def dims(self) -> CacheDims:
+        """The sizes, read off the buffers."""
+        value_shape = None if self.value is None else tuple(self.value.shape)
+        return self.layout.dims(tuple(self.key.shape), value_shape, self.head_size)
 
     @property
     def quantized(self) -> bool:
@@ -158,10 +167,6 @@ class KVCache:
     @property
     def num_kv_heads(self) -> int:
         return self.dims.num_kv_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.dims.head_size
 
     @property
     def v_head_size(self) -> int:

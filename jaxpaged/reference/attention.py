@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
+from jaxpaged.metadata.manual_axes import Axes, manual_axes, varying
 from jaxpaged.reference.kv_source import DenseKV, KVSource, PagedKV
 
 
@@ -46,6 +47,11 @@ class AttentionOptions:
     sinks: Any = None
     mask_mod: Callable[..., Any] | None = None
     score_mod: Callable[..., Any] | None = None
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays among them, those inside functions that are pytrees included."""
+        return jax.tree.leaves((self.alibi_slopes, self.sinks, self.mask_mod, self.score_mod))
 
 
 def paged_attention(
@@ -105,11 +111,13 @@ def _attend(
     lse = jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
     if empty or num_tokens == 0 or query_start_loc.shape[0] == 1:
         return out, lse.T
+    axes = manual_axes((query, source.arrays, query_start_loc, options.arrays))
+    out, lse = varying((out, lse), axes)
     shortest = 1
     for shape in TILE_SHAPES:
         longest = shape.longest_query
         tiles = _Tiles(query_start_loc, shape.tile_len, shortest, longest)
-        step = functools.partial(_attend_tile, query, source.with_chunk_size(shape.chunk_size), options, tiles)
+        step = functools.partial(_attend_tile, query, source.with_chunk_size(shape.chunk_size), options, tiles, axes)
         out, lse = lax.fori_loop(0, tiles.count, step, (out, lse))
         if longest is None or (max_query_len is not None and max_query_len <= longest):
             break
@@ -143,7 +151,13 @@ class _Tiles:
 
 
 def _attend_tile(
-    query: Any, source: KVSource, options: AttentionOptions, tiles: _Tiles, tile: Any, carry: tuple[Any, Any]
+    query: Any,
+    source: KVSource,
+    options: AttentionOptions,
+    tiles: _Tiles,
+    axes: Axes,
+    tile: Any,
+    carry: tuple[Any, Any],
 ) -> tuple[Any, Any]:
     """Compute one tile's rows and put them into the output and the lse."""
     out, lse = carry
@@ -158,7 +172,7 @@ def _attend_tile(
     q = query[jnp.minimum(row, num_tokens - 1)].astype(jnp.float32) * options.scale
     q = q.reshape(tiles.tile_len, source.num_kv_heads, groups, head_size).transpose(1, 2, 0, 3)
     low, high = attended_range(options, q_pos[0], q_pos[0] + count - 1, kv_len)
-    state = _softmax_over_chunks(q, q_pos, source, request, options, low, high)
+    state = _softmax_over_chunks(varying(q, axes), q_pos, source, request, options, low, high)
     o, row_lse = _finish(*state, options.sinks)
 
     o = o.transpose(2, 0, 1, 3).reshape(tiles.tile_len, num_heads, -1)
@@ -217,6 +231,7 @@ def _softmax_over_chunks(
         jnp.zeros(rows, jnp.float32),
         jnp.zeros((*rows, source.v_head_size), jnp.float32),
     )
+    start = varying(start, manual_axes(q))
     first, last = source.chunk_of(low), source.chunk_of(high - 1) + 1
     return lax.fori_loop(first, jnp.where(high > low, last, first), step, start)
 

@@ -19,6 +19,10 @@ class KVSource(Protocol):
         """[num_reqs] int32, positions that each request has."""
 
     @property
+    def arrays(self) -> Any:
+        """A pytree of all arrays that it reads."""
+
+    @property
     def num_kv_heads(self) -> int: ...
 
     @property
@@ -49,6 +53,10 @@ class PagedKV:
 
     def with_chunk_size(self, chunk_size: int) -> Self:
         return dataclasses.replace(self, chunk_size=chunk_size)
+
+    @property
+    def arrays(self) -> Any:
+        return self.cache, self.block_table, self.kv_lens
 
     @property
     def num_kv_heads(self) -> int:
@@ -170,6 +178,10 @@ class DenseKV:
     @property
     def kv_lens(self) -> Any:
         return self.start_loc[1:] - self.start_loc[:-1]
+
+    @property
+    def arrays(self) -> Any:
+        return self.key, self.value, self.start_loc
 
     @property
     def num_kv_heads(self) -> int:

@@ -267,3 +267,14 @@ def test_num_tokens_is_needed_under_jit():
     create = jax.jit(lambda starts: PagedBatch.create(TABLE, SEQ_LENS, starts, block_size=4))
     with pytest.raises(ValueError, match=r"num_tokens: under jit .* expected num_tokens or slot_mapping, got neither"):
         create(jnp.array(STARTS))
+
+
+def test_shifted_blocks_name_others_and_garbage_names_none():
+    table = np.array([[0, 7, -1], [3, 8, 2**31 - 1]], np.int32)
+    batch = PagedBatch.create(table, [5, 9], slot_mapping=np.array([0, 31, 32, -1], np.int32))
+    up = jax.jit(lambda by: batch.shift_blocks(by, num_blocks=8, block_size=4))(16)
+    assert up.block_table.tolist() == [[16, 23, -1], [19, -1, -1]]
+    assert up.slot_mapping.tolist() == [64, 95, -1, -1]
+    down = batch.shift_blocks(-4, num_blocks=8, block_size=4)
+    assert down.block_table.tolist() == [[-1, 3, -1], [-1, -1, -1]]
+    assert down.slot_mapping.tolist() == [-1, 15, -1, -1]

@@ -167,3 +167,12 @@ ONE = np.float32(1)
 def test_errors_of_from_arrays(error, message, arguments, options):
     with pytest.raises(error, match=message):
         KVCache.from_arrays(*arguments, **options)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "2HND", "HN2D", "VLLM_V0"])
+def test_sizes_are_those_of_the_part_that_vmap_hands_over(layout):
+    caches = [KVCache.zeros(5, 4, 2, 16, "float32", layout=layout) for _ in range(3)]
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *caches)
+    seen = []
+    jax.vmap(lambda cache: seen.append(cache.dims) or cache)(stacked)
+    assert seen == [caches[0].dims]
