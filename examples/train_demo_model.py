@@ -35,7 +35,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jaxpaged.demo.model import DOCUMENT_BOUNDARY, DemoConfig, DemoModel, decode, dense_attend, encode
+from jaxpaged.demo.config import DemoConfig
+from jaxpaged.demo.model import DemoModel, dense_attend
+from jaxpaged.demo.text import DOCUMENT_BOUNDARY, decode, encode
 
 HELD_OUT_PER_MILLE = 40
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}

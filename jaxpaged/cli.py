@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -22,6 +22,9 @@ def demo(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="Python source to complete; a few examples when none.")
     ] = None,
+    engine: Annotated[
+        Literal["torch", "jax"], typer.Option(help="The framework of the model and its engine.")
+    ] = "torch",
     prefix: Annotated[
         str | None,
         typer.Option(help="Text before every prompt, whose blocks the requests share; a few imports by default."),
@@ -35,22 +38,23 @@ def demo(
         int, typer.Option(min=1, help="Tokens a step at most: longer prompts are cut into chunks.")
     ] = 64,
 ) -> None:
-    """Generate text with a small language model in PyTorch, its attention by jaxpaged over a paged cache."""
-    try:
-        from jaxpaged.demo.show import DEFAULT_PREFIX, DEFAULT_PROMPTS, run_demo
-    except ImportError as error:
-        typer.echo(f'The demo needs {error.name}: pip install "jaxpaged[demo]"', err=True)
-        raise typer.Exit(2) from None
+    """Generate text with a small language model in PyTorch or JAX, its attention by jaxpaged over a paged cache."""
+    from jaxpaged.demo.show import DEFAULT_PREFIX, DEFAULT_PROMPTS, run_demo
+
     try:
         good = run_demo(
             Console(),
             list(prompts or DEFAULT_PROMPTS),
+            engine=engine,
             prefix=DEFAULT_PREFIX if prefix is None else prefix,
             max_new_tokens=tokens,
             num_blocks=blocks,
             block_size=block_size,
             max_step_tokens=step_tokens,
         )
+    except ImportError as error:
+        typer.echo(f'The demo needs {error.name}: pip install "jaxpaged[demo]", or --engine jax', err=True)
+        raise typer.Exit(2) from None
     except ValueError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -9,6 +9,10 @@ import jax
 
 from jaxpaged.metadata.manual_axes import manual_axes
 
+# Not in a function: Pallas adds to what JAX's caches of traces are keyed by, and so what was traced first would be
+# compiled again.
+from jaxpaged.pallas.mosaic import interpreter
+
 Implementation = Literal["reference", "mosaic_gpu"]
 SUITABLE_GPUS = ("9.0",)
 """Compute capabilities that the Pallas kernels are written for: Hopper."""
@@ -31,8 +35,6 @@ def choose(implementation: str | None, arrays: Any, refusal: Callable[[], str | 
         )
     if implementation == "reference":
         return "reference"
-    from jaxpaged.pallas.mosaic import interpreter  # only here, so that a machine without a GPU need not load Pallas
-
     device = _device(arrays)
     reason = None if interpreter() is not None else _unsuitable(device)
     if reason is None and manual_axes(arrays):
@@ -51,14 +53,11 @@ def static_options(choice: str) -> dict[str, Any]:
     """Static arguments of a jitted operation: the implementation, and how its kernels are interpreted, if at all."""
     if choice == "reference":
         return {"implementation": choice, "interpret": None}
-    from jaxpaged.pallas.mosaic import interpreter
-
     return {"implementation": choice, "interpret": interpreter()}
 
 
 def gpu_of_call(arrays: Any) -> Any:
     """What a call's kernels are compiled for, a static argument; the default GPU's tiles where there is no GPU."""
-    from jaxpaged.pallas.mosaic import interpreter
     from jaxpaged.pallas.tuning import gpu_of
 
     return gpu_of(None if interpreter() is not None else _device(arrays))

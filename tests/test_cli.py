@@ -74,6 +74,15 @@ def test_demo_with_few_blocks_preempts_and_still_equals_dense_attention():
     assert result.stdout.count("every token") == 3
 
 
+def test_demo_on_the_jax_engine_shares_a_prefix_and_equals_dense_attention():
+    arguments = ["demo", "--engine", "jax", "--prefix", "import os\nimport sys\n\n\n", "--tokens", "24"]
+    result = RUNNER.invoke(app, [*arguments, "--blocks", "12", "def first(", "def second(", "class Third:\n"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("every token") == 3
+    assert "in JAX" in result.stdout
+    assert "shared: donated" in result.stdout
+
+
 def test_demo_refuses_what_does_not_fit():
     result = RUNNER.invoke(app, ["demo", "--blocks", "2", "--tokens", "100", "x"])
     assert result.exit_code == 2

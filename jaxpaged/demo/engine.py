@@ -10,28 +10,8 @@ from jaxpaged.backends.functional import flash_attn_varlen_func, reshape_and_cac
 from jaxpaged.bridge.dlpack import share_kv_cache, to_numpy
 from jaxpaged.bridge.shared_table import SharedTable
 from jaxpaged.demo.model import DemoModel, dense_attend
-from jaxpaged.demo.scheduler import Request, ScheduledRequest, Scheduler
+from jaxpaged.demo.scheduler import Request, ScheduledRequest, Scheduler, StepResult
 from jaxpaged.metadata.slots import slot_mapping_from_block_table
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """What a step did.
-
-    Attributes:
-      parts: the requests in it, and which of their tokens.
-      new_tokens: the token generated for each request whose last token was computed.
-      finished: requests that left.
-      num_tokens: tokens computed.
-    """
-
-    parts: list[ScheduledRequest]
-    new_tokens: dict[str, int]
-    finished: list[Request]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(part.length for part in self.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,17 +100,17 @@ class Engine:
         if not parts:
             return StepResult([], {}, [])
         logits = self._forward(parts)
-        new_tokens: dict[str, int] = {}
+        new_tokens: dict[str, list[int]] = {}
         finished = []
         for part, best in zip(parts, logits.argmax(-1).tolist(), strict=True):
             request = part.request
-            self.scheduler.computed(part)
-            if part.reaches_end:
-                request.generated.append(best)
-                new_tokens[request.name] = best
-                if request.complete:
-                    self.scheduler.finish(request)
-                    finished.append(request)
+            if not part.reaches_end:
+                self.scheduler.computed(part)
+                continue
+            new_tokens[request.name] = self.scheduler.accept(part, [best])
+            if request.complete:
+                self.scheduler.finish(request)
+                finished.append(request)
         return StepResult(parts, new_tokens, finished)
 
     def _forward(self, parts: list[ScheduledRequest]) -> torch.Tensor:

@@ -10,20 +10,14 @@ Parameter names and arithmetic are those of Hugging Face's ``LlamaForCausalLM``,
 are.
 """
 
-import json
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
-from importlib import resources
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-DOCUMENT_BOUNDARY = 0
-"""The token that starts a document and ends it."""
+from jaxpaged.demo.config import WEIGHTS, DemoConfig
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer_index, query, key, value)``, with rotary position embeddings already applied.
@@ -31,47 +25,6 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 The query is `[num_tokens, num_heads, head_size]`, key and value are `[num_tokens, num_kv_heads, head_size]`; the result
 has the shape of the query.
 """
-
-
-@dataclass(frozen=True)
-class DemoConfig:
-    """The model's shape, under the names that Hugging Face's Llama configuration uses."""
-
-    vocab_size: int = 256
-    hidden_size: int = 256
-    intermediate_size: int = 624
-    num_hidden_layers: int = 6
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 2
-    head_dim: int = 32
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    max_position_embeddings: int = 2048
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> "DemoConfig":
-        """Read a ``config.json``; keys that say nothing about the shape are ignored."""
-        return cls._from_text(Path(path).read_text(encoding="utf-8"))
-
-    @classmethod
-    def _from_text(cls, text: str) -> "DemoConfig":
-        values = json.loads(text)
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the contents of a ``config.json`` that ``LlamaForCausalLM`` and vLLM read."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **asdict(self),
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": True,
-            "bos_token_id": DOCUMENT_BOUNDARY,
-            "eos_token_id": DOCUMENT_BOUNDARY,
-            "torch_dtype": "bfloat16",
-        }
 
 
 class RMSNorm(nn.Module):
@@ -225,25 +178,9 @@ def dense_attend(num_sequences: int = 1) -> Attend:
 
 def load_demo_model(dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> DemoModel:
     """Load the shipped weights, which are bfloat16, as a model in ``dtype`` on ``device``, ready for inference."""
-    folder = resources.files("jaxpaged.demo") / "weights"
-    config = DemoConfig._from_text((folder / "config.json").read_text(encoding="utf-8"))
-    weights = safetensors.torch.load((folder / "model.safetensors").read_bytes())
+    config = DemoConfig.shipped()
+    weights = safetensors.torch.load((WEIGHTS / "model.safetensors").read_bytes())
     with torch.device("meta"):
         model = DemoModel(config)
     model.load_state_dict(weights, assign=True)
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
-
-
-def encode(text: str) -> list[int]:
-    """Return the tokens of a document that begins with ``text``: the document boundary, then the UTF-8 bytes."""
-    return [DOCUMENT_BOUNDARY, *text.encode("utf-8")]
-
-
-def decode(ids: Iterable[int]) -> str:
-    """Return the text of ``ids``: a leading document boundary is dropped, a later one ends the text.
-
-    Bytes that are not UTF-8, such as half a character at the end, become replacement characters.
-    """
-    data = bytes(ids)
-    data = data[1:] if data[:1] == b"\0" else data
-    return data.partition(b"\0")[0].decode("utf-8", errors="replace")

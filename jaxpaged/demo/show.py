@@ -9,9 +9,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxpaged.demo.engine import Engine, StepResult, dense_choices, memory_report
-from jaxpaged.demo.model import DOCUMENT_BOUNDARY, decode, encode, load_demo_model
-from jaxpaged.demo.scheduler import Request, Status
+from jaxpaged.demo.running import RUNNING, RunningEngine
+from jaxpaged.demo.scheduler import Request, Status, StepResult
+from jaxpaged.demo.text import DOCUMENT_BOUNDARY, decode, encode
 
 DEFAULT_PREFIX = '"""Tools for text files."""\n\nimport os\nimport sys\n\n\n'
 DEFAULT_PROMPTS = (
@@ -29,16 +29,16 @@ def run_demo(
     console: Console,
     prompts: list[str],
     *,
+    engine: str,
     prefix: str,
     max_new_tokens: int,
     num_blocks: int,
     block_size: int,
     max_step_tokens: int,
 ) -> bool:
-    """Run the demo; whether every token equals dense attention's and nothing was copied."""
-    model = load_demo_model()
-    engine = Engine(model, num_blocks=num_blocks, block_size=block_size, max_step_tokens=max_step_tokens)
-    addresses = [cache.data_ptr() for cache in engine.kv_caches]
+    """Run the demo on the "torch" or the "jax" engine; whether every token equals dense attention's and nothing was
+    copied."""
+    running = RUNNING[engine](num_blocks=num_blocks, block_size=block_size, max_step_tokens=max_step_tokens)
     requests = [
         Request(
             name=str(i + 1),
@@ -50,16 +50,16 @@ def run_demo(
         for i, prompt in enumerate(prompts)
     ]
     for request in requests:
-        engine.add(request)
-    parameters = sum(p.numel() for p in model.parameters())
+        running.engine.add(request)
     console.print(
-        f"[bold]jaxpaged demo[/]: a byte-level language model of {parameters:,} parameters in PyTorch; "
+        f"[bold]jaxpaged demo[/]: a byte-level language model of {running.num_parameters:,} parameters in "
+        f"{running.framework}; "
         f"attention by jaxpaged, over a paged cache of {num_blocks} blocks of {block_size} tokens. "
         "The first steps compile.\n"
     )
-    steps, seconds, peak = _watch(console, engine, requests)
-    checked = [request.generated == dense_choices(model, request) for request in requests]
-    memory = memory_report(engine, addresses)
+    steps, seconds, peak = _watch(console, running.engine, requests)
+    checked = [request.generated == running.dense_choices(request) for request in requests]
+    memory = running.memory_report()
     for request in requests:
         console.print(_completion(request, len(encode(prefix)), len(request.generated)))
     console.print(_request_table(requests, checked))
@@ -67,7 +67,9 @@ def run_demo(
     return all(checked) and all(shared for _, _, shared in memory)
 
 
-def _watch(console: Console, engine: Engine, requests: list[Request]) -> tuple[list[StepResult], list[float], int]:
+def _watch(
+    console: Console, engine: RunningEngine, requests: list[Request]
+) -> tuple[list[StepResult], list[float], int]:
     """Run all steps, showing each; the steps, the seconds each took, and the most blocks in use."""
     steps, seconds, peak = [], [], 0
     with Live(console=console, refresh_per_second=12, transient=True, auto_refresh=console.is_terminal) as live:
@@ -84,12 +86,12 @@ def _watch(console: Console, engine: Engine, requests: list[Request]) -> tuple[l
     return steps, seconds, peak
 
 
-def _log_changes(console: Console, engine: Engine, step: StepResult, number: int) -> None:
+def _log_changes(console: Console, engine: RunningEngine, step: StepResult, number: int) -> None:
     """For logs: a line for each step in which a request joins, is filled in chunks, or leaves."""
     events = []
     for part in step.parts:
         request = part.request
-        if part.start == request.num_shared and request.generated[1:] == []:
+        if part.start == request.num_shared and len(request.generated) <= len(step.new_tokens.get(request.name, [])):
             events.append(f"{request.name} joins, {request.num_shared} tokens shared")
         if part.length > 1:
             events.append(f"{request.name} prefills tokens {part.start} to {part.start + part.length - 1}")
@@ -103,7 +105,7 @@ def _log_changes(console: Console, engine: Engine, step: StepResult, number: int
         )
 
 
-def _frame(engine: Engine, requests: list[Request], step: StepResult, number: int) -> RenderableType:
+def _frame(engine: RunningEngine, requests: list[Request], step: StepResult, number: int) -> RenderableType:
     pool = engine.scheduler.pool
     blocks = Table.grid(padding=(0, 1))
     blocks.add_row(

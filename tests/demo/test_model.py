@@ -13,7 +13,9 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 from torch.nn import functional  # noqa: E402
 
-from jaxpaged.demo.model import DemoConfig, DemoModel, decode, dense_attend, encode, load_demo_model  # noqa: E402
+from jaxpaged.demo.config import DemoConfig  # noqa: E402
+from jaxpaged.demo.model import DemoModel, dense_attend, load_demo_model  # noqa: E402
+from jaxpaged.demo.text import decode, encode  # noqa: E402
 
 WEIGHTS = resources.files("jaxpaged.demo") / "weights"
 

@@ -16,11 +16,12 @@ def drive(scheduler, requests, limit=500):
         for part in parts:
             held = len(part.request.blocks) * scheduler.block_size
             assert held >= part.start + part.length
-            scheduler.computed(part)
-            if part.reaches_end:
-                part.request.generated.append(1)
-                if part.request.complete:
-                    scheduler.finish(part.request)
+            if not part.reaches_end:
+                scheduler.computed(part)
+                continue
+            scheduler.accept(part, [1])
+            if part.request.complete:
+                scheduler.finish(part.request)
     assert not scheduler.busy
     return history
 
@@ -68,3 +69,56 @@ def test_requests_that_can_never_fit_are_refused():
         scheduler.add(Request("big", [1] * 5, 4))
     with pytest.raises(ValueError, match="prompt: expected at least one token in request 'none', got none"):
         scheduler.add(Request("none", [], 4))
+
+
+def test_wrong_guesses_are_taken_back_with_their_blocks():
+    scheduler = Scheduler(8, 2, max_step_tokens=8, max_requests=2, propose=lambda tokens: [7, 8, 9])
+    request = Request("a", [1, 2, 3], 10)
+    scheduler.add(request)
+    (part,) = scheduler.schedule()
+    assert (part.tokens, part.draft) == ([1, 2, 3], ())
+    scheduler.accept(part, [4])
+    (part,) = scheduler.schedule()
+    assert (part.tokens, len(request.blocks)) == ([4, 7, 8, 9], 4)
+    assert scheduler.accept(part, [7, 5, 6, 0]) == [7, 5]
+    assert (request.generated, request.num_computed, len(request.blocks)) == ([4, 7, 5], 5, 3)
+    (part,) = scheduler.schedule()
+    assert (part.start, part.tokens) == (5, [5, 7, 8, 9])
+    assert scheduler.accept(part, [7, 8, 9, 1]) == [7, 8, 9, 1]
+    assert (request.num_computed, request.num_uncomputed) == (9, 1)
+
+
+def test_guesses_end_with_the_request_and_at_its_stop_token():
+    scheduler = Scheduler(8, 4, max_step_tokens=8, max_requests=2, propose=lambda tokens: [0, 5, 5, 5])
+    request = Request("a", [1, 2], 3, stop_token=0)
+    scheduler.add(request)
+    scheduler.accept(scheduler.schedule()[0], [4])
+    (part,) = scheduler.schedule()
+    assert part.draft == (0,)  # of 3 tokens one is there, and one comes in any case
+    assert scheduler.accept(part, [0, 5]) == [0]
+    assert request.complete
+
+
+def test_guesses_preempt_nobody():
+    scheduler = Scheduler(2, 4, max_step_tokens=16, max_requests=2, propose=lambda tokens: [9] * 3)
+    first, second = Request("first", [1, 2], 6), Request("second", [3, 4], 6)
+    for request in (first, second):
+        scheduler.add(request)
+    for part in scheduler.schedule():
+        scheduler.accept(part, [8])
+    parts = scheduler.schedule()
+    assert [(part.length, part.draft) for part in parts] == [(1, ()), (1, ())]
+    assert first.num_preemptions + second.num_preemptions == 0
+
+
+def test_a_cancelled_request_frees_its_blocks_wherever_it_is():
+    scheduler = Scheduler(4, 4, max_step_tokens=16, max_requests=1)
+    first, second = Request("first", [1] * 6, 4), Request("second", [2] * 6, 4)
+    for request in (first, second):
+        scheduler.add(request)
+    scheduler.computed(scheduler.schedule()[0])
+    scheduler.cancel(second)
+    scheduler.cancel(first)
+    scheduler.prefixes.evict(4)
+    assert (scheduler.busy, scheduler.pool.num_used) == (False, 0)
+    assert first.status is second.status is Status.FINISHED
