@@ -5,6 +5,7 @@ from jaxpaged.cache import KVCache, KVLayout, copy_blocks, gather_kv, swap_block
 from jaxpaged.merge import merge_attention_states
 from jaxpaged.metadata.batch import PagedBatch, pad_tokens
 from jaxpaged.metadata.block_pool import BlockPool
+from jaxpaged.metadata.export import register as _register_for_export
 
 __all__ = [
     "BlockPool",
@@ -20,3 +21,4 @@ __all__ = [
     "write_kv",
 ]
 __version__ = "0.1.0"
+_register_for_export()

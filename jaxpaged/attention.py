@@ -15,6 +15,7 @@ from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.checks import check_dtype, check_shape, shape_text
 from jaxpaged.metadata.head_sharding import HeadSharding, head_sharding, local
 from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES, KVCache
+from jaxpaged.operation import operation, refuse_vmap
 from jaxpaged.reference import attention as reference
 from jaxpaged.reference.attention import AttentionOptions
 
@@ -139,6 +140,7 @@ def _refusal(
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+@operation("paged_attention")
 def _reference(
     query: Any,
     cache: KVCache,
@@ -154,6 +156,7 @@ def _reference(
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8, 9, 10))
+@operation("paged_attention")
 def _mosaic_gpu(
     query: Any,
     cache: KVCache,
@@ -171,6 +174,7 @@ def _mosaic_gpu(
 
     chosen = {"out_dtype": out_dtype, "batch_invariant": batch_invariant, "return_lse": return_lse}
     attend = functools.partial(paged_attention, interpret=interpret, gpu=gpu, **chosen)
+    query, cache, batch = refuse_vmap("paged_attention", (query, cache, batch))
     return _over_heads(attend, heads, query, cache, batch, arrays, static)
 
 

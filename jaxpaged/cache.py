@@ -16,6 +16,7 @@ from jaxpaged.metadata.checks import as_int32_indices, check_dtype, check_shape,
 from jaxpaged.metadata.head_sharding import HeadSharding, head_sharding, local
 from jaxpaged.metadata.kv_cache import CACHE_DTYPES, KVCache, scale_ranks
 from jaxpaged.metadata.layout import KVLayout
+from jaxpaged.operation import operation, refuse_vmap
 from jaxpaged.reference import cache_ops
 
 __all__ = ["KVCache", "KVLayout", "copy_blocks", "gather_kv", "swap_blocks", "write_kv"]
@@ -164,6 +165,7 @@ def gather_kv(
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "implementation", "interpret"))
+@operation("write_kv")
 def _write_kv(
     cache: KVCache,
     key: Any,
@@ -180,6 +182,7 @@ def _write_kv(
         from jaxpaged.pallas import cache_write
 
         write = functools.partial(cache_write.write_kv, interpret=interpret)
+        cache, key, value, slot_mapping = refuse_vmap("write_kv", (cache, key, value, slot_mapping))
     if heads is not None:
         specs = heads.cache(cache)
         write = heads.map(write, (specs, heads.rows, heads.rows, PartitionSpec()), specs)
@@ -200,6 +203,7 @@ def _copied(src: KVCache | None, dst: KVCache, pairs: Any, choice: str) -> KVCac
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "implementation", "interpret"))
+@operation("copy_blocks")
 def _copy_blocks(
     src: KVCache | None,
     dst: KVCache,
@@ -209,6 +213,9 @@ def _copy_blocks(
     implementation: str,
     interpret: Any,
 ) -> KVCache:
+    if implementation != "reference":
+        src, dst, pairs = refuse_vmap("copy_blocks", (src, dst, pairs))
+
     def copy(src: KVCache | None, dst: KVCache, pairs: Any) -> KVCache:
         if implementation == "reference":
             return cache_ops.copy_blocks(dst if src is None else src, dst, pairs)
@@ -229,6 +236,7 @@ def _copy_refusal(cache: KVCache) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("total_tokens", "dtype", "heads", "implementation", "interpret"))
+@operation("gather_kv")
 def _gather_kv(
     cache: KVCache,
     block_table: Any,
@@ -240,6 +248,9 @@ def _gather_kv(
     implementation: str,
     interpret: Any,
 ) -> tuple[Any, Any]:
+    if implementation != "reference":
+        cache, block_table, seq_lens = refuse_vmap("gather_kv", (cache, block_table, seq_lens))
+
     def gather(cache: KVCache, block_table: Any, seq_lens: Any) -> tuple[Any, Any]:
         if implementation == "reference":
             return cache_ops.gather_kv(cache, block_table, seq_lens, total_tokens, dtype)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxpaged.attention import QUERY_DTYPES, check_array_like
 from jaxpaged.implementations import choose, static_options
 from jaxpaged.metadata.checks import check_dtype, check_shape
+from jaxpaged.operation import operation, refuse_vmap
 from jaxpaged.reference import merge as reference
 
 
@@ -59,9 +60,11 @@ def merge_attention_states(outputs: Any, lses: Any, *, implementation: str | Non
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
+@operation("merge_attention_states")
 def _merge(outputs: Any, lses: Any, *, implementation: str, interpret: Any) -> tuple[Any, Any]:
     if implementation == "reference":
         return reference.merge_attention_states(outputs, lses)
     from jaxpaged.pallas import merge
 
+    outputs, lses = refuse_vmap("merge_attention_states", (outputs, lses))
     return merge.merge_attention_states(outputs, lses, interpret=interpret)
