@@ -1,6 +1,8 @@
 """A long trace of continuous batching, padded to buckets, compiles few programs, and none after its warm-up."""
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +113,26 @@ def test_nothing_is_compiled_after_the_warm_up() -> None:
 def test_the_kernels_are_not_compiled_after_the_warm_up(hopper: Any) -> None:
     num_blocks = MAX_REQS * (-(-(MAX_PROMPT + MAX_NEW) // BLOCK_SIZE))
     check(*run_trace(KVCache.zeros(num_blocks, BLOCK_SIZE, 2, 64, "bfloat16"), 8, "mosaic_gpu"))
+
+
+FIRST_PROGRAM = """
+import jax, numpy as np
+from jaxpaged import KVCache, PagedBatch, paged_attention
+from jaxpaged.testing.compilations import compilations
+attend = jax.jit(paged_attention)
+arguments = np.ones((1, 1, 8), np.float32), KVCache.zeros(1, 8, 1, 8, "float32"), PagedBatch.create([[0]], [1])
+counts = []
+for _ in range(2):
+    with compilations() as compiled:
+        attend(*arguments)
+    counts.append(compiled.count)
+print(counts)
+"""
+
+
+def test_the_first_program_of_a_process_is_not_compiled_again() -> None:
+    ran = subprocess.run([sys.executable, "-c", FIRST_PROGRAM], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.strip() == "[1, 0]", ran.stdout + ran.stderr
 
 
 def test_compilations_are_counted() -> None:
