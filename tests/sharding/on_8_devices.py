@@ -1,6 +1,7 @@
 """Tests that need 8 devices; `test_sharding.py` runs this file in a process that has as many."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from kinds import BLOCK_SIZE, HEADS, KINDS, compare, make_partition, make_step, spread_arguments
 
 from jaxpaged import KVCache, PagedBatch, copy_blocks, gather_kv, paged_attention, write_kv
+from jaxpaged.attention import _mosaic_gpu, make_options, split_options
+from jaxpaged.metadata.head_sharding import head_sharding
 from jaxpaged.metadata.layout import _PRESETS
+from jaxpaged.pallas.mosaic import interpreted
+from jaxpaged.pallas.tuning import gpu_of
 from jaxpaged.sharding import Partition, context_attention, own_blocks
 from jaxpaged.testing.collectives import collectives
 
@@ -146,6 +151,44 @@ def test_caches_of_every_layout_are_made_where_they_belong(layout, scales):
     assert (part.num_blocks, part.num_kv_heads, part.head_size, part.block_size) == (8, 2, 32, BLOCK_SIZE)
     if scales == "token_head":
         assert part.k_scale.shape == (8, BLOCK_SIZE, 2)
+
+
+def bfloat16_call():
+    cache = KVCache.zeros(32, 16, 8, 64, "bfloat16")
+    batch = PagedBatch.create([[0, 1], [2, 3]], [20, 30], block_size=16)
+    return jnp.ones((2, 16, 64), jnp.bfloat16), cache, batch
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_kernels_lower_for_a_gpu_where_heads_are_spread(direct):
+    """Each device's kernel gets its own head: of 8 kv heads one, of 16 query heads two."""
+    partition = make_partition({"tensor": 8})
+    query, cache, batch = bfloat16_call()
+    given = dict.fromkeys(("window", "soft_cap", "alibi_slopes", "sinks", "mask_mod", "score_mod"))
+    arrays, static = split_options(make_options(num_heads=2, num_reqs=2, scale=0.1, causal=True, **given))
+    heads = head_sharding(partition.put(cache, partition.cache(cache))) if direct else None
+
+    def attend(query, cache, batch):
+        called = (query, cache, batch, arrays, static, heads, query.dtype, False, True)
+        return _mosaic_gpu(*called, None, gpu_of(None))[0]
+
+    if not direct:
+        specs = (partition.rows, partition.cache(cache), partition.batch)
+        attend = jax.shard_map(attend, mesh=partition.mesh, in_specs=specs, out_specs=partition.rows, check_vma=False)
+    text = jax.jit(attend).trace(query, cache, batch).lower(lowering_platforms=("cuda",)).as_text()
+    kernels = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+    assert any("tensor<2x2x64xbf16>" in line and "tensor<32x16x1x64xbf16>" in line for line in kernels)
+    assert not any("tensor<32x16x8x64xbf16>" in line for line in kernels)
+
+
+def test_kernels_say_that_they_need_check_vma_off():
+    partition = make_partition({"tensor": 8})
+    query, cache, batch = bfloat16_call()
+    specs = (partition.rows, partition.cache(cache), partition.batch)
+    attend = functools.partial(paged_attention, implementation="mosaic_gpu")
+    mapped = jax.shard_map(attend, mesh=partition.mesh, in_specs=specs, out_specs=partition.rows)
+    with interpreted(), pytest.raises(ValueError, match=r"in jax.shard_map Pallas' kernels need check_vma=False"):
+        jax.jit(mapped)(query, cache, batch)
 
 
 def test_blocks_spread_over_devices_need_shard_map():

@@ -14,8 +14,9 @@ HERE = Path(__file__).parent
 
 
 def environment(devices: int) -> dict[str, str]:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}"]
+    flags.append("--xla_backend_optimization_level=0")  # LLVM's alone: it compiles in half the time
+    return {**os.environ, "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
 
 
 def test_on_8_devices():
