@@ -1,4 +1,8 @@
-"""The KV cache and what is done to it: check the arguments, pick an implementation, call it."""
+"""The KV cache and what is done to it: check the arguments, pick an implementation, call it.
+
+Where a cache's kv heads are sharded over a mesh, each device works on its own heads, and nothing is communicated; keys
+and values, given or returned, are sharded likewise. See `jaxpaged.sharding` for blocks over devices.
+"""
 
 import dataclasses
 import functools
@@ -106,10 +110,10 @@ def swap_blocks(src: KVCache, dst: KVCache, src_to_dst: Any, *, implementation: 
         pairs = np.asarray(pairs)
         pairs = pairs[(pairs[:, 0] >= 0) & (pairs[:, 0] < src.num_blocks)]  # all that are staged exist there
         num_pairs = pairs.shape[0]
-        staged = jax.device_put(_empty_like(src, num_pairs), src.key.sharding)
+        staged = jax.device_put(_empty_like(src, num_pairs), _shardings(src))
         to_staged = np.stack([pairs[:, 0], np.arange(num_pairs)], 1).astype(np.int32)
         on_source = choose(None, (src,), lambda: _copy_refusal(src))
-        src = jax.device_put(_copied(src, staged, to_staged, on_source), dst.key.sharding)
+        src = jax.device_put(_copied(src, staged, to_staged, on_source), _shardings(dst))
         pairs = np.stack([np.arange(num_pairs), pairs[:, 1]], 1).astype(np.int32)
     return _copied(src, dst, pairs, choose(implementation, (dst, pairs), lambda: _copy_refusal(dst)))
 
@@ -303,6 +307,11 @@ def _empty_like(cache: KVCache, num_blocks: int) -> KVCache:
         k_scale=scales[0],
         v_scale=scales[1],
     )
+
+
+def _shardings(cache: KVCache) -> Any:
+    """Where each array of a cache lies; scales that are NumPy's go where the keys are."""
+    return jax.tree.map(lambda x: getattr(x, "sharding", cache.key.sharding), cache)
 
 
 def _block_dims(cache: KVCache) -> tuple[int, ...]:

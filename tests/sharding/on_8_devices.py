@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from kinds import BLOCK_SIZE, HEADS, KINDS, compare, make_partition, make_step, spread_arguments
 
-from jaxpaged import KVCache, PagedBatch, copy_blocks, gather_kv, paged_attention, write_kv
+from jaxpaged import KVCache, PagedBatch, copy_blocks, gather_kv, paged_attention, swap_blocks, write_kv
 from jaxpaged.attention import _mosaic_gpu, make_options, split_options
 from jaxpaged.metadata.head_sharding import head_sharding
 from jaxpaged.metadata.layout import _PRESETS
@@ -151,6 +151,23 @@ def test_caches_of_every_layout_are_made_where_they_belong(layout, scales):
     assert (part.num_blocks, part.num_kv_heads, part.head_size, part.block_size) == (8, 2, 32, BLOCK_SIZE)
     if scales == "token_head":
         assert part.k_scale.shape == (8, BLOCK_SIZE, 2)
+
+
+@pytest.mark.parametrize(("dtype", "scales"), [("float32", None), ("float8_e4m3fn", "head"), ("int8", "token_head")])
+def test_blocks_are_swapped_between_meshes(dtype, scales):
+    """As to other devices' memory and back; heads stay where they are among the devices."""
+    meshes = [jax.make_mesh((4,), ("model",), devices=jax.devices()[i : i + 4]) for i in (0, 4)]
+    sizes = (BLOCK_SIZE, 4, 16, dtype)
+    source, target = (Partition(mesh, tensor="model").zeros(8, *sizes, scales=scales) for mesh in meshes)
+    rows = np.random.default_rng(0).standard_normal((BLOCK_SIZE, 4, 16), np.float32)
+    source = write_kv(source, rows, rows * 2, np.arange(BLOCK_SIZE, dtype=np.int32))
+    swapped = swap_blocks(source, target, [[0, 3]])
+    assert swapped.key.sharding == target.key.sharding
+    table, length = np.array([[3]], np.int32), np.array([BLOCK_SIZE], np.int32)
+    wanted = gather_kv(source, table * 0, length)
+    for ours, want in zip(gather_kv(swapped, table, length), wanted, strict=True):
+        np.testing.assert_array_equal(ours, want)
+        np.testing.assert_allclose(want, rows * (1 if want is wanted[0] else 2), rtol=0.07, atol=0.05)
 
 
 def bfloat16_call():
