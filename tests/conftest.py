@@ -1,6 +1,9 @@
 """Fixtures that several folders of tests use."""
 
+import itertools
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Read when JAX's CPU backend starts. Pallas' interpreter blocks a thread of XLA's pool for each thread of a kernel that
@@ -19,3 +22,17 @@ def hopper() -> Any:
     if device.platform != "gpu" or device.compute_capability != "9.0":
         pytest.skip(f"needs a Hopper GPU, got {device.device_kind} ({device.platform})")
     return device
+
+
+MOST_MAPPINGS = 20_000
+"""Pieces of memory, some for each compiled program, after which all programs go: Linux gives a process 65,530."""
+_tests = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def few_programs() -> Iterator[None]:
+    """Thousands of tests in one process would compile more programs than it can map."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if next(_tests) % 20 == 0 and mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()

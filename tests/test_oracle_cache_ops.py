@@ -101,8 +101,8 @@ def scattered(function, arguments, order_of):
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
         for eqn in jaxpr.eqns:
             inputs = [x.val if hasattr(x, "val") else known[x] for x in eqn.invars]
-            if "jaxpr" in eqn.params:
-                inner = eqn.params["jaxpr"]
+            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            if inner is not None:
                 outputs = evaluate(inner.jaxpr, inner.consts, inputs)
             else:
                 if eqn.primitive.name == "scatter":
