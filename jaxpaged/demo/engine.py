@@ -81,12 +81,7 @@ class Engine:
         self.last_tensors: StepTensors | None = None
 
     def add(self, request: Request) -> None:
-        limit = self.model.config.max_position_embeddings
-        if len(request.prompt) + request.max_new_tokens > limit:
-            raise ValueError(
-                f"max_new_tokens: the model has {limit} positions, request {request.name!r} wants "
-                f"{len(request.prompt)} + {request.max_new_tokens}"
-            )
+        request.check_length(self.model.config.max_position_embeddings)
         self.scheduler.add(request)
 
     def run(self) -> Iterator[StepResult]:
@@ -99,19 +94,7 @@ class Engine:
         parts = self.scheduler.schedule()
         if not parts:
             return StepResult([], {}, [])
-        logits = self._forward(parts)
-        new_tokens: dict[str, list[int]] = {}
-        finished = []
-        for part, best in zip(parts, logits.argmax(-1).tolist(), strict=True):
-            request = part.request
-            if not part.reaches_end:
-                self.scheduler.computed(part)
-                continue
-            new_tokens[request.name] = self.scheduler.accept(part, [best])
-            if request.complete:
-                self.scheduler.finish(request)
-                finished.append(request)
-        return StepResult(parts, new_tokens, finished)
+        return self.scheduler.finish_step(parts, self._forward(parts).argmax(-1, keepdim=True).tolist())
 
     def _forward(self, parts: list[ScheduledRequest]) -> torch.Tensor:
         """Logits [num_reqs, vocab_size] of the last token of each part."""

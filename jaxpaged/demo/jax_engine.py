@@ -151,12 +151,12 @@ class Engine:
         self.cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
 
     def add(self, request: Request) -> None:
-        self._check_length(request)
+        request.check_length(self.config.max_position_embeddings)
         self.scheduler.add(request)
 
     def fork(self, request: Request, child: Request) -> None:
         """Let `child`, whose prompt is `request.tokens`, go on from where `request` is; see `Scheduler.fork`."""
-        self._check_length(child)
+        child.check_length(self.config.max_position_embeddings)
         self.scheduler.fork(request, child)
 
     def cancel(self, request: Request) -> None:
@@ -177,28 +177,11 @@ class Engine:
         if not parts:
             return StepResult([], {}, [])
         choices = self._run(self._sizes.inputs(parts, self.scheduler.copies))
-        new_tokens, finished = {}, []
-        for part, chosen in zip(parts, choices, strict=False):
-            if not part.reaches_end:
-                self.scheduler.computed(part)
-                continue
-            new_tokens[part.request.name] = self.scheduler.accept(part, chosen.tolist())
-            if part.request.complete:
-                self.scheduler.finish(part.request)
-                finished.append(part.request)
-        return StepResult(parts, new_tokens, finished)
+        return self.scheduler.finish_step(parts, choices[: len(parts)].tolist())
 
     def _run(self, inputs: StepInputs) -> np.ndarray:
         self.cache, choices = serve_step(self.config, self.params, self.cache, inputs)
         return np.asarray(choices)
-
-    def _check_length(self, request: Request) -> None:
-        limit = self.config.max_position_embeddings
-        if len(request.prompt) + request.max_new_tokens > limit:
-            raise ValueError(
-                f"max_new_tokens: the model has {limit} positions, request {request.name!r} wants "
-                f"{len(request.prompt)} + {request.max_new_tokens}"
-            )
 
 
 def dense_choices(config: DemoConfig, params: Params, request: Request) -> list[int]:

@@ -55,6 +55,14 @@ class Request:
     def num_uncomputed(self) -> int:
         return len(self.prompt) + len(self.generated) - self.num_computed
 
+    def check_length(self, limit: int) -> None:
+        """ValueError if the model has fewer positions, `limit`, than the request may come to need."""
+        if len(self.prompt) + self.max_new_tokens > limit:
+            raise ValueError(
+                f"max_new_tokens: the model has {limit} positions, request {self.name!r} wants "
+                f"{len(self.prompt)} + {self.max_new_tokens}"
+            )
+
     @property
     def complete(self) -> bool:
         stopped = bool(self.generated) and self.generated[-1] == self.stop_token
@@ -248,6 +256,20 @@ class Scheduler:
     def computed(self, part: ScheduledRequest) -> None:
         """Note that a part's keys and values are in the cache, and share the blocks that it filled."""
         self._computed(part.request, part.start + part.length)
+
+    def finish_step(self, parts: list[ScheduledRequest], choices: list[list[int]]) -> StepResult:
+        """Keep what a step computed and, of requests whose end it reached, the tokens chosen: see `accept`."""
+        new_tokens: dict[str, list[int]] = {}
+        finished = []
+        for part, chosen in zip(parts, choices, strict=True):
+            if not part.reaches_end:
+                self.computed(part)
+                continue
+            new_tokens[part.request.name] = self.accept(part, chosen)
+            if part.request.complete:
+                self.finish(part.request)
+                finished.append(part.request)
+        return StepResult(parts, new_tokens, finished)
 
     def accept(self, part: ScheduledRequest, choices: list[int]) -> list[int]:
         """Note a part that reaches its request's end, and what the model chose to follow; the tokens generated.
