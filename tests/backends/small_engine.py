@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from jaxpaged.bridge.dlpack import to_numpy
@@ -81,6 +82,14 @@ class SmallEngine:
         """`out` is the oracle's, and the cache holds the new tokens and is otherwise untouched."""
         assert_close(out.reshape(-1, self.num_heads, self.head_size), self.expected(**options))
         assert torch.equal(self.bits(), self.written())
+
+    def check_refused(self, call, metadata, fields, error, match):
+        """`call()` raises when `fields` of the metadata are others, and writes nothing."""
+        for field, value in fields.items():
+            setattr(metadata, field, value)
+        with pytest.raises(error, match=match):
+            call()
+        assert torch.equal(self.bits(), self.before)
 
 
 def assert_close(out, expected, tolerance=None):

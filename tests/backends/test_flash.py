@@ -323,11 +323,7 @@ def test_wrong_use_is_refused_and_writes_nothing(name):
     fields, arguments, error, match = BAD[name]
     engine = SmallEngine(*MIXED)
     meta = metadata(engine, 3)
-    for field, value in fields.items():
-        setattr(meta, field, value)
-    with pytest.raises(error, match=match):
-        run(impl(), engine, meta, **arguments)
-    assert torch.equal(engine.bits(), engine.before)
+    engine.check_refused(lambda: run(impl(), engine, meta, **arguments), meta, fields, error, match)
 
 
 @pytest.mark.parametrize(

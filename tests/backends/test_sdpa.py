@@ -297,11 +297,7 @@ def test_wrong_use_is_refused_and_writes_nothing(name):
     layer, fields, arguments, error, match = BAD[name]
     engine = SmallEngine(*PROMPTS)
     metadata = whole(engine)
-    for field, value in fields.items():
-        setattr(metadata, field, value)
-    with pytest.raises(error, match=match):
-        run(impl(**layer), engine, metadata, **arguments)
-    assert torch.equal(engine.bits(), engine.before)
+    engine.check_refused(lambda: run(impl(**layer), engine, metadata, **arguments), metadata, fields, error, match)
 
 
 @pytest.mark.parametrize(
