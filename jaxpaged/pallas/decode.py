@@ -27,7 +27,7 @@ from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.dequantize import dequantization
 from jaxpaged.pallas.fragments import BY_16_BYTES, as_operand, column
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
-from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, let_next_kernel_start, store
+from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, let_next_kernel_start, one_warp_each, store
 from jaxpaged.pallas.paged_tiles import (
     CHUNK,
     PagedTiles,
@@ -354,13 +354,8 @@ def _load(shape: DecodeShape, operands: Operands, memory: Memory, interpret: Int
 
     if interpret is not None:  # it runs warps one after the other
         load_in_turn()
-        return
-
-    @plgpu.warp_map
-    def _(warp: Any) -> None:
-        pl.when(warp == 0)(lambda: load(keys))
-        pl.when(warp == 1)(lambda: load(values))
-        pl.when(warp == 2)(load_queries)
+    else:
+        one_warp_each(lambda: load(keys), lambda: load(values), load_queries)
 
 
 def _load_tiles(operands: Operands, streams: Sequence[Stream], piece: Piece, tiles: Any) -> None:

@@ -70,16 +70,15 @@ def plan_decode(
         low = jnp.maximum(low, skip)
     first_tile = low // tile
     tiles = jnp.where(short & (high > low), -(-high // tile) - first_tile, 0)
+    request = jnp.arange(batch.num_reqs, dtype=jnp.int32)
     kept_tiles = None
     if options.mask_mod is not None:
-        index = jnp.arange(batch.num_reqs, dtype=jnp.int32)
-        runs = TileRuns(index, kv_len - q_len, q_len, kv_len, first_tile, tiles)
+        runs = TileRuns(request, kv_len - q_len, q_len, kv_len, first_tile, tiles)
         max_len = batch.max_blocks_per_req * cache.block_size
         how = {"tokens": max_query_len, "tile": tile, "max_len": max_len, "num_heads": num_heads}
         first_tile, tiles, kept_tiles = skip_masked_tiles(options, runs, **how)
     end = jnp.cumsum(tiles, dtype=jnp.int32)
     begin = end - tiles
-    request = jnp.arange(batch.num_reqs, dtype=jnp.int32)
     if batch_invariant:
         shares = jnp.stack([request, request, begin, end], axis=1)
         first_share = last_share = request

@@ -90,6 +90,7 @@ def _by_element(x: Any, y: Any) -> Any:
 
 
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+"""How one number for each row of wgmma's result lies in registers."""
 
 
 def column(ref: Any, index: Any, interpret: Interpreter | None) -> Any:

@@ -36,9 +36,15 @@ def function_refusal(options: AttentionOptions) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
+def _traced(function: Callable[..., Any], *, scored: bool) -> ClosedJaxpr:
+    """A mask function, or one of scores, at `_PLACE`."""
+    score = [jax.ShapeDtypeStruct(_PLACE[-1].shape, jnp.float32)] if scored else []
+    return jax.make_jaxpr(function)(*score, *_PLACE)
+
+
+@functools.lru_cache(maxsize=256)
 def _refusal(name: str, function: Callable[..., Any]) -> str | None:
-    score = [jax.ShapeDtypeStruct((64, 8), jnp.float32)] if name == "score_mod" else []
-    traced = jax.make_jaxpr(function)(*score, *_PLACE)
+    traced = _traced(function, scored=name == "score_mod")
     if traced.consts:
         return f"{name} holds arrays, which the kernels don't take"
     unknown = sorted(_primitives(traced.jaxpr) - KNOWN)
@@ -59,9 +65,8 @@ def _primitives(jaxpr: Jaxpr) -> set[str]:
 @functools.lru_cache(maxsize=256)
 def inputs_read(function: Callable[..., Any], *, scored: bool) -> frozenset[int]:
     """On which of request, head and positions, by index, the result of a mask or a score function depends."""
-    score = [jax.ShapeDtypeStruct(_PLACE[-1].shape, jnp.float32)] if scored else []
-    needed = _needed(jax.make_jaxpr(function)(*score, *_PLACE).jaxpr, {0})
-    return frozenset(i - len(score) for i in needed if i >= len(score))
+    needed = _needed(_traced(function, scored=scored).jaxpr, {0})
+    return frozenset(i - scored for i in needed if i >= scored)
 
 
 def reads_head(mask_mod: Callable[..., Any]) -> bool:

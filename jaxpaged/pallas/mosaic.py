@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 Interpreter = plgpu.InterpretGPUParams
@@ -58,6 +59,15 @@ def wait_for_previous_kernel(interpret: Interpreter | None) -> None:
     """Wait until the kernel before this one has ended and its writes can be seen."""
     if interpret is None:
         plgpu.griddepcontrol_wait()
+
+
+def one_warp_each(*jobs: Callable[[], None]) -> None:
+    """Do each of up to four jobs in a warp of the warpgroup by itself, all at a time."""
+
+    @plgpu.warp_map
+    def _(warp: Any) -> None:
+        for i, job in enumerate(jobs):
+            pl.when(warp == i)(job)
 
 
 def drain(barriers: Any, total: Any, stages: int) -> None:

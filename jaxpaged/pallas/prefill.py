@@ -21,8 +21,9 @@ from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import prefill_plan as field
+from jaxpaged.pallas.fragments import BY_ROW
 from jaxpaged.pallas.matmul import dot, dot_and_dot_onto, transposed
-from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, store
+from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, one_warp_each, store
 from jaxpaged.pallas.paged_tiles import (
     CHUNK,
     PagedTiles,
@@ -43,7 +44,6 @@ from jaxpaged.reference.attention import AttentionOptions, attended_range
 
 WG_ROWS = 64
 """Rows of a warpgroup: what one wgmma computes."""
-BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,7 +293,7 @@ def _read_item(shape: PrefillShape, operands: Operands, index: Any) -> Item:
     return item._replace(first_step=first_step, steps=jnp.where(index < count, item.steps, 0))
 
 
-def _for_each_item(shape: PrefillShape, operands: Operands, body: Any, state: Any = ()) -> tuple[Any, Any, Any]:
+def _for_each_item(shape: PrefillShape, operands: Operands, body: Any, state: Any = None) -> tuple[Any, Any, Any]:
     """`state = body(visit, state)` for each item of this CTA; those without steps come last.
 
     An item's fields are read while the one before is worked on.
@@ -322,50 +322,38 @@ def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: In
     keys = Stream(shape.tiles("key"), operands.key, memory.k, memory.k_full, memory.k_empty)
     values = Stream(shape.tiles("value"), value, memory.v, memory.v_full, memory.v_empty)
 
-    def stream(*streams: Stream) -> None:
-        def load(visit: Visit, _: Any) -> Any:
-            _load_tiles(shape, operands, streams, visit.item, visit.steps)
-            return ()
+    def load(*streams: Stream) -> None:
+        _for_each_item(shape, operands, lambda visit, _: _load_tiles(shape, operands, streams, visit))
 
-        _for_each_item(shape, operands, load)
+    def load_queries() -> None:
+        _for_each_item(shape, operands, lambda visit, _: _load_queries(shape, operands, memory, visit))
 
-    def queries() -> None:
-        def load(visit: Visit, _: Any) -> Any:
-            _load_queries(shape, operands, memory, visit.item, visit.queries)
-            return ()
+    def load_in_turn() -> None:
+        def load_item(visit: Visit, _: None) -> None:
+            _load_queries(shape, operands, memory, visit)
+            _load_tiles(shape, operands, (keys, values), visit)
 
-        _for_each_item(shape, operands, load)
-
-    def everything_in_turn() -> None:
-        def load(visit: Visit, _: Any) -> Any:
-            _load_queries(shape, operands, memory, visit.item, visit.queries)
-            _load_tiles(shape, operands, (keys, values), visit.item, visit.steps)
-            return ()
-
-        loaded, steps, _ = _for_each_item(shape, operands, load)
+        loaded, steps, _ = _for_each_item(shape, operands, load_item)
         drain(memory.q_empty, loaded, shape.q_stages)
         drain(memory.k_empty, steps, shape.stages)
         drain(memory.v_empty, steps, shape.stages)
 
     if interpret is not None:  # it runs warps one after the other
-        everything_in_turn()
-        return
-
-    @plgpu.warp_map
-    def _(warp: Any) -> None:
-        pl.when(warp == 0)(lambda: stream(keys))
-        pl.when(warp == 1)(lambda: stream(values))
-        pl.when(warp == 2)(queries)
+        load_in_turn()
+    else:
+        one_warp_each(lambda: load(keys), lambda: load(values), load_queries)
 
 
-def _load_tiles(shape: PrefillShape, operands: Operands, streams: Sequence[Stream], item: Item, steps: Any) -> None:
+def _load_tiles(shape: PrefillShape, operands: Operands, streams: Sequence[Stream], visit: Visit) -> None:
     """Bring an item's keys, values or both, when there is room in the ring."""
+    item = visit.item
     head = item.head if shape.tiling.packed else lax.div(item.head, jnp.int32(shape.group))
     span = Span(item.table_row, item.kv_len, head, item.first_step, item.steps, operands.kept_steps)
-    load_tiles(streams, operands.table, span, steps)
+    load_tiles(streams, operands.table, span, visit.steps)
 
 
-def _load_queries(shape: PrefillShape, operands: Operands, memory: Memory, item: Item, before: Any) -> None:
+def _load_queries(shape: PrefillShape, operands: Operands, memory: Memory, visit: Visit) -> None:
+    item, before = visit.item, visit.queries
     pl.when(item.steps > 0)(lambda: _load_item_queries(shape, operands, memory, item, before))
 
 
