@@ -67,28 +67,6 @@ def dot_onto(
     return pl.run_state(accumulate)(tuple(plgpu.ACC.init(acc) for acc in accs))
 
 
-def dot_and_dot_onto(
-    pairs: Sequence[tuple[Any, Any]],
-    shape: tuple[int, int],
-    accs: Sequence[Any],
-    a: Any,
-    bs: Sequence[Any],
-    interpret: Interpreter | None,
-    meanwhile: Callable[[], None] = _nothing,
-) -> tuple[Any, tuple[Any, ...]]:
-    """`dot(pairs, ..)` and `dot_onto(accs, a, bs, ..)` on their way together, with one wait for both."""
-    if interpret is not None:
-        return dot(pairs, shape, interpret), dot_onto(accs, a, bs, interpret, meanwhile)
-
-    def both(acc_ref: Any) -> Any:
-        for x, y in pairs:
-            plgpu.wgmma(acc_ref, x, y)
-        added = dot_onto(accs, a, bs, interpret, meanwhile)
-        return acc_ref[...], added
-
-    return pl.run_scoped(both, plgpu.ACC(shape, jnp.float32))
-
-
 def _as_by_the_tensor_cores() -> None:
     """Let reads of shared memory count as wgmma's, which need no fence between them and TMA's writes."""
     plgpu.commit_smem()

@@ -8,7 +8,7 @@ from a warp of its own, and runs ahead into the next item.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import prefill_plan as field
 from jaxpaged.pallas.fragments import BY_ROW
-from jaxpaged.pallas.matmul import dot, dot_and_dot_onto, transposed
+from jaxpaged.pallas.matmul import dot, dot_onto, transposed
 from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, one_warp_each, store
 from jaxpaged.pallas.paged_tiles import (
     CHUNK,
@@ -271,13 +271,11 @@ class Visit(NamedTuple):
     """An item on the way of a CTA through its list.
 
     Attributes:
-      item, following: it and the next one, whose `steps` are 0 when there is none.
       index: of the item in the list.
       queries, steps: items with steps before it, and steps.
     """
 
     item: Item
-    following: Item
     index: Any
     queries: Any
     steps: Any
@@ -285,32 +283,30 @@ class Visit(NamedTuple):
 
 def _read_item(shape: PrefillShape, operands: Operands, index: Any) -> Item:
     cta = lax.axis_index("cta")
-    count = operands.counts[cta]
-    known = jnp.maximum(jnp.minimum(index, count - 1), 0)
+    known = jnp.maximum(jnp.minimum(index, operands.counts[cta] - 1), 0)
     item = Item(*(operands.work[cta, known, f] for f in range(len(Item._fields))))
     begins_anywhere = shape.windowed or operands.kept_steps is not None
-    first_step = item.first_step if begins_anywhere else jnp.int32(0)
-    return item._replace(first_step=first_step, steps=jnp.where(index < count, item.steps, 0))
+    return item if begins_anywhere else item._replace(first_step=jnp.int32(0))
 
 
-def _for_each_item(shape: PrefillShape, operands: Operands, body: Any, state: Any = None) -> tuple[Any, Any, Any]:
-    """`state = body(visit, state)` for each item of this CTA; those without steps come last.
+def _for_each_item(shape: PrefillShape, operands: Operands, body: Callable[[Visit], None]) -> tuple[Any, Any]:
+    """Call `body` for each item of this CTA.
 
-    An item's fields are read while the one before is worked on.
+    An item's fields are read while the one before is worked on. Items without steps need no queries and take no turn:
+    if they did, one warpgroup could wait in them for queries that the other, waiting for its turn, has yet to let go.
 
     Returns:
-      The numbers of items with steps, and of steps, and the state.
+      The numbers of items with steps, and of steps.
     """
 
-    def visit(index: Any, carry: tuple[Any, Any, Item, Any]) -> tuple[Any, Any, Item, Any]:
-        queries, steps, item, state = carry
+    def visit(index: Any, carry: tuple[Any, Any, Item]) -> tuple[Any, Any, Item]:
+        queries, steps, item = carry
         following = _read_item(shape, operands, index + 1)
-        state = body(Visit(item, following, index, queries, steps), state)
-        return queries + jnp.where(item.steps > 0, 1, 0), steps + item.steps, following, state
+        body(Visit(item, index, queries, steps))
+        return queries + jnp.where(item.steps > 0, 1, 0), steps + item.steps, following
 
-    first = (jnp.int32(0), jnp.int32(0), _read_item(shape, operands, jnp.int32(0)), state)
-    queries, steps, _, state = lax.fori_loop(0, operands.counts[lax.axis_index("cta")], visit, first)
-    return queries, steps, state
+    first = (jnp.int32(0), jnp.int32(0), _read_item(shape, operands, jnp.int32(0)))
+    return lax.fori_loop(0, operands.counts[lax.axis_index("cta")], visit, first)[:2]
 
 
 # The warpgroup that loads.
@@ -323,17 +319,17 @@ def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: In
     values = Stream(shape.tiles("value"), value, memory.v, memory.v_full, memory.v_empty)
 
     def load(*streams: Stream) -> None:
-        _for_each_item(shape, operands, lambda visit, _: _load_tiles(shape, operands, streams, visit))
+        _for_each_item(shape, operands, lambda visit: _load_tiles(shape, operands, streams, visit))
 
     def load_queries() -> None:
-        _for_each_item(shape, operands, lambda visit, _: _load_queries(shape, operands, memory, visit))
+        _for_each_item(shape, operands, lambda visit: _load_queries(shape, operands, memory, visit))
 
     def load_in_turn() -> None:
-        def load_item(visit: Visit, _: None) -> None:
+        def load_item(visit: Visit) -> None:
             _load_queries(shape, operands, memory, visit)
             _load_tiles(shape, operands, (keys, values), visit)
 
-        loaded, steps, _ = _for_each_item(shape, operands, load_item)
+        loaded, steps = _for_each_item(shape, operands, load_item)
         drain(memory.q_empty, loaded, shape.q_stages)
         drain(memory.k_empty, steps, shape.stages)
         drain(memory.v_empty, steps, shape.stages)
@@ -386,32 +382,20 @@ def _compute(
     take_turn = functools.partial(_take_turn, memory)
     pl.when(wg == 1)(take_turn)  # the second warpgroup lets the first go ahead
 
-    first = Scored(_read_item(shape, operands, jnp.int32(0)), jnp.int32(0), jnp.int32(0))
-    nothing = plgpu.layout_cast(jnp.zeros((WG_ROWS, shape.tiling.step), jnp.float32), plgpu.Layout.WGMMA)
-    some = jnp.minimum(first.item.steps, 1)
-    s = lax.fori_loop(0, some, lambda _, s: _first_scores(shape, memory, interpret, first), nothing)
-
-    def attend(visit: Visit, s: Any) -> Any:
+    def attend(visit: Visit) -> None:
         item = visit.item
-        step = functools.partial(_step, shape, options, operands, memory, interpret, visit)
-        carry = (_empty_state(shape), s)
-        for begin, end, how in _loops(shape, options, item):
-            carry = lax.fori_loop(begin, end, functools.partial(step, **how), carry)
-        _store(shape, operands, memory, item, visit.index, carry[0])
-        return carry[1]
+        q_slot, slot = lax.rem(visit.queries, jnp.int32(shape.q_stages)), lax.rem(visit.steps, jnp.int32(shape.stages))
+        pl.when(item.steps > 0)(lambda: plgpu.barrier_wait(memory.q_full.at[q_slot]))
+        pl.when(item.steps > 0)(lambda: plgpu.barrier_wait(memory.k_full.at[slot]))
+        step = functools.partial(_step, shape, options, operands, memory, interpret, item, q_slot, visit.steps)
+        state = _empty_state(shape)
+        for first, end, how in _loops(shape, options, item):
+            state = lax.fori_loop(first, end, functools.partial(step, **how), state)
+        _store(shape, operands, memory, item, visit.index, state)
 
-    _for_each_item(shape, operands, attend, s)
+    _for_each_item(shape, operands, attend)
     pl.when(wg == 0)(take_turn)
     plgpu.wait_smem_to_gmem(0)
-
-
-class Scored(NamedTuple):
-    """A step whose scores are computed: of which item, its index in it, and items with steps, and steps, before it."""
-
-    item: Item
-    queries: Any
-    steps: Any
-    index: Any = 0
 
 
 def _take_turn(memory: Memory) -> None:
@@ -435,58 +419,25 @@ def _wg_first(shape: PrefillShape) -> Any:
 
 
 def _loops(shape: PrefillShape, options: AttentionOptions, item: Item) -> list[Loop]:
-    """Ranges of an item's steps and how to treat each: masked or not, and the last one, which may be a half one."""
+    """Ranges of an item's steps and how to treat each: masked or not, and half."""
     size = jnp.int32(shape.tiling.step)
     first_pos = item.first_pos + _wg_first(shape)
     last_pos = first_pos + (shape.wg_tokens - 1)
-    last = jnp.maximum(item.steps - 1, 0)
-    most_full = jnp.where(item.damaged, 0, last)
+    most_full = jnp.where(item.damaged, 0, item.steps)
     loops, full_end = leading_loops(
         options, first_pos, last_pos, item.kv_len, shape.tiling.step, item.first_step, most_full
     )
-    loops.append((full_end, last, {"masked": True}))
-    whole = {"masked": True, "last": True}
-    if not shape.half_steps:
-        return [*loops, (last, item.steps, whole)]
-    rows = jnp.minimum(item.rows - _wg_first(shape), shape.wg_tokens)
-    _, high = attended_range(options, first_pos, first_pos + rows - 1, item.kv_len)
-    half = (high - (item.first_step + last) * size <= shape.tiling.step // 2) & ~item.damaged
-    whole_end = jnp.where(half, last, item.steps)
-    return [*loops, (last, whole_end, whole), (whole_end, item.steps, {**whole, "width": shape.tiling.step // 2})]
-
-
-def _score_operands(shape: PrefillShape, memory: Memory, scored: Scored) -> list[tuple[Any, Any]]:
-    """What the scores of a step are products of."""
-    keys, slot = shape.tiles("key"), lax.rem(scored.steps + scored.index, jnp.int32(shape.stages))
-    q_slot = lax.rem(scored.queries, jnp.int32(shape.q_stages)) * 2 + lax.axis_index("wg")
-    queries = [memory.q.tensor_core.at[q_slot * keys.chunks + c] for c in range(keys.chunks)]
-    return [(q, transposed(keys.chunk(memory.k, slot, c))) for c, q in enumerate(queries)]
-
-
-def _await_keys(shape: PrefillShape, memory: Memory, scored: Scored) -> None:
-    plgpu.barrier_wait(memory.k_full.at[lax.rem(scored.steps + scored.index, jnp.int32(shape.stages))])
-
-
-def _await_queries_and_keys(shape: PrefillShape, memory: Memory, scored: Scored) -> None:
-    plgpu.barrier_wait(memory.q_full.at[lax.rem(scored.queries, jnp.int32(shape.q_stages))])
-    _await_keys(shape, memory, scored)
-
-
-def _release_keys(shape: PrefillShape, memory: Memory, scored: Scored) -> None:
-    """The keys of a step are needed no more; nor are, after the last one's, its item's queries."""
-    plgpu.barrier_arrive(memory.k_empty.at[lax.rem(scored.steps + scored.index, jnp.int32(shape.stages))])
-    q_slot = lax.rem(scored.queries, jnp.int32(shape.q_stages))
-    pl.when(scored.index == scored.item.steps - 1)(lambda: plgpu.barrier_arrive(memory.q_empty.at[q_slot]))
-
-
-def _first_scores(shape: PrefillShape, memory: Memory, interpret: Interpreter | None, first: Scored) -> Any:
-    """The scores of the first step of a CTA's first item; those of all others come with the step before."""
-    _await_queries_and_keys(shape, memory, first)
-    size = (WG_ROWS, shape.tiling.step)
-    hand_over = functools.partial(_take_turn, memory)
-    s = dot(_score_operands(shape, memory, first), size, interpret, meanwhile=hand_over)
-    _release_keys(shape, memory, first)
-    return s
+    masked_end = item.steps
+    if shape.half_steps:
+        rows = jnp.minimum(item.rows - _wg_first(shape), shape.wg_tokens)
+        _, high = attended_range(options, first_pos, first_pos + rows - 1, item.kv_len)
+        last_start = (item.first_step + item.steps - 1) * size
+        needs_half = (high - last_start <= shape.tiling.step // 2) & (item.steps > full_end) & ~item.damaged
+        masked_end -= jnp.where(needs_half, 1, 0)
+    loops.append((full_end, masked_end, {"masked": True}))
+    if shape.half_steps:
+        loops.append((masked_end, item.steps, {"masked": True, "width": shape.tiling.step // 2}))
+    return loops
 
 
 def _step(
@@ -495,87 +446,44 @@ def _step(
     operands: Operands,
     memory: Memory,
     interpret: Interpreter | None,
-    visit: Visit,
+    item: Item,
+    q_slot: Any,
+    steps: Any,
     i: Any,
-    carry: tuple[Softmax, Any],
+    state: Softmax,
     *,
     masked: bool = False,
-    last: bool = False,
     width: int | None = None,
-) -> tuple[Softmax, Any]:
-    """Online softmax of a step's scores; then its values onto the output, and the scores of the next step.
-
-    These two products are on their way together: between them, the tensor cores would have nothing to do. The next
-    step is the following item's first one when this is the `last`; where nothing follows, its scores are anything.
-    """
-    item, steps = visit.item, visit.steps
+) -> Softmax:
+    """One step: scores, online softmax, and the step's values onto the output."""
     # Looked up before the products, so that it is there after them.
     listed = None if operands.kept_steps is None else tile_at(operands.kept_steps, item.first_step + i)
 
     def tile() -> Any:
         return item.first_step + i if listed is None else listed
 
-    state, s = carry
-    values = shape.tiles("value")
-    slot = lax.rem(steps + i, jnp.int32(shape.stages))
-    peak, total, acc, p, readable = _softmax(shape, options, operands, item, tile, state, s, masked, width)
-    if last:
-        following = Scored(visit.following, visit.queries + 1, steps + item.steps)
-        follows = following.item.steps > 0
-    else:
-        following = Scored(item, visit.queries, steps, i + 1)
-        _await_keys(shape, memory, following)
-    if masked:
-        # The first warpgroup clears unused values for both, before it lets the second go ahead.
-        plgpu.barrier_wait(memory.v_full.at[slot])
-        clear = functools.partial(_clear_unused_values, shape, options, memory, item)
-        pl.when(lax.axis_index("wg") == 0)(lambda: clear(tile() * shape.tiling.step, slot, readable))
-    plgpu.barrier_arrive(memory.turns)
-    if not masked:
-        plgpu.barrier_wait(memory.v_full.at[slot])
-    plgpu.barrier_wait(memory.turns)
-    if last:
-        # Not before the turn: they may have no place until the other warpgroup, after its turn, lets go of this item's.
-        pl.when(follows)(lambda: _await_queries_and_keys(shape, memory, following))
-    s, acc = dot_and_dot_onto(
-        _score_operands(shape, memory, following),
-        (WG_ROWS, shape.tiling.step),
-        acc,
-        p,
-        values.parts(memory.v, slot, width),
-        interpret,
-        meanwhile=functools.partial(_take_turn, memory),
-    )
-    if last:
-        pl.when(follows)(lambda: _release_keys(shape, memory, following))
-    else:
-        _release_keys(shape, memory, following)
-    plgpu.barrier_arrive(memory.v_empty.at[slot])
-    return Softmax(peak, total, acc), s
-
-
-def _softmax(
-    shape: PrefillShape,
-    options: AttentionOptions,
-    operands: Operands,
-    item: Item,
-    tile: Any,
-    state: Softmax,
-    s: Any,
-    masked: bool,
-    width: int | None,
-) -> tuple[Any, Any, tuple[Any, ...], Any, Any]:
-    """The running maximum, sum and output before a step's values, its weights, and which positions can be read."""
+    keys, values = shape.tiles("key"), shape.tiles("value")
+    wg = lax.axis_index("wg")
     checked = masked and width is None  # a half step is no damaged request's
-    size = (WG_ROWS, width or shape.tiling.step)
-    s = s[:, : size[1]]
-    place = _place(shape, operands, item, tile() * shape.tiling.step, size)
+    readable: Any = None
+    width = width or shape.tiling.step
+    size = (WG_ROWS, width)
+    slot = lax.rem(steps + i, jnp.int32(shape.stages))
+    q_chunks = [memory.q.tensor_core.at[(q_slot * 2 + wg) * keys.chunks + c] for c in range(keys.chunks)]
+    k_chunks = [transposed(keys.chunk(memory.k, slot, c, width)) for c in range(keys.chunks)]
+    pairs = list(zip(q_chunks, k_chunks, strict=True))
+    s = dot(pairs, size, interpret, meanwhile=functools.partial(_take_turn, memory))
+    plgpu.barrier_arrive(memory.k_empty.at[slot])
+    # Before the last turn is waited for: the other warpgroup's may need the next item's queries.
+    pl.when(i == item.steps - 1)(lambda: plgpu.barrier_arrive(memory.q_empty.at[q_slot]))
+
+    first_pos = tile() * shape.tiling.step
+    place = _place(shape, operands, item, first_pos, size)
     s, factor = log2_scores(s, options, place)
     if masked:
         s = jnp.where(kept(options, place, item.kv_len), s, -jnp.inf)
-    readable: Any = None
     if checked:
-        readable = functools.partial(shape.tiles("key").readable, operands.table, item.table_row, tile(), item.kv_len)
+        readable = functools.partial(keys.readable, operands.table, item.table_row, tile(), item.kv_len)
         s = lax.cond(item.damaged, lambda s: jnp.where(readable(size, axis=1), s, -jnp.inf), lambda s: s, s)
     peak = jnp.maximum(state.peak, s.max(axis=1) * factor)
     # A row may have nothing to attend to so far: then any finite shift gives exp2(-inf) = 0 where -inf would give NaN.
@@ -584,8 +492,24 @@ def _softmax(
     p = jnp.exp2(s * factor - lax.broadcast_in_dim(shift, size, [0]))
     acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [0]) for a in state.acc)
     total = state.total * decay + p.sum(axis=1)
-    acc, total, peak, p = lax.optimization_barrier((acc, total, peak, p.astype(shape.dtype)))
-    return peak, total, acc, p, readable
+    p = p.astype(shape.dtype)
+    acc, total, peak, p = lax.optimization_barrier((acc, total, peak, p))
+    if masked:
+        # The first warpgroup clears unused values for both, before it lets the second go ahead.
+        plgpu.barrier_wait(memory.v_full.at[slot])
+        pl.when(wg == 0)(lambda: _clear_unused_values(shape, options, memory, item, first_pos, slot, readable))
+    plgpu.barrier_arrive(memory.turns)
+    if not masked:
+        plgpu.barrier_wait(memory.v_full.at[slot])
+    plgpu.barrier_wait(memory.turns)
+
+    def await_next_keys() -> None:
+        following = lax.rem(steps + i + 1, jnp.int32(shape.stages))
+        pl.when(i + 1 < item.steps)(lambda: plgpu.barrier_wait(memory.k_full.at[following]))
+
+    acc = dot_onto(acc, p, values.parts(memory.v, slot, width), interpret, meanwhile=await_next_keys)
+    plgpu.barrier_arrive(memory.v_empty.at[slot])
+    return Softmax(peak, total, acc)
 
 
 def _place(shape: PrefillShape, operands: Operands, item: Item, first_pos: Any, size: tuple[int, int]) -> TilePlace:

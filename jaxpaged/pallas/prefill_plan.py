@@ -173,7 +173,7 @@ def _order(cache: KVCache, batch: PagedBatch, tiles: _Tiles, tiling: PrefillTili
     size = jnp.maximum(jnp.float32(tiling.l2_bytes), pairs.sum() * (1.01 / MAX_GROUPS))
     group_of_pair = jnp.minimum(before / size, MAX_GROUPS - 1).astype(jnp.int32)
     group = group_of_pair.reshape(-1, heads)[tiles.fields[:, REQUEST] & MOST_REQUESTS]
-    # What has no steps comes last: a step's scores are computed with the step before, whatever item that is of.
+    # What has no steps comes last: it only clears rows.
     group = jnp.where(tiles.fields[:, STEPS, None] == 0, MAX_GROUPS - 1, group)
     group = jnp.where(tiles.valid[:, None], group, MAX_GROUPS).reshape(-1)
     cost = jnp.repeat(jnp.minimum(tiles.fields[:, STEPS], 2**20), heads)
