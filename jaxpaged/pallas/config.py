@@ -87,16 +87,16 @@ def _stages_that_fit(cache: KVCache, rows: int, tile: int) -> int:
     """Tiles of decode's ring for which a CTA has shared memory, beside queries, weights, output and widened values."""
     ring, widened = _ring_bytes(cache, tile)
     k_size, v_size = _padded_sizes(cache)
-    by_row = cache.k_scale is not None and cache.k_scale.ndim == 3
-    scales = 2 * tile * cache.num_kv_heads * 4 if by_row else 0
     others = -(-rows // 8) * 8 * (2 * k_size * 2 + tile * 2 + v_size * 4 + 128)  # the last for reductions
-    return (SMEM_BYTES - _SMALL_BYTES - widened - others) // (ring + scales)
+    return (SMEM_BYTES - _SMALL_BYTES - widened - others) // ring
 
 
 def _ring_bytes(cache: KVCache, tile: int) -> tuple[int, int]:
     """Bytes of a tile of decode's keys and values, and of its values in the products' type if they need widening."""
     widened = tile * cache.v_head_size * 2 if cache.quantized else 0
-    return tile * sum(_padded_sizes(cache)) * cache.dtype.itemsize, widened
+    by_row = cache.k_scale is not None and cache.k_scale.ndim == 3
+    scales = 2 * tile * cache.num_kv_heads * 4 if by_row else 0
+    return tile * sum(_padded_sizes(cache)) * cache.dtype.itemsize + scales, widened
 
 
 def _padded_sizes(cache: KVCache) -> tuple[int, int]:

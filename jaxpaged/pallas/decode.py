@@ -271,7 +271,7 @@ def _allocate(
         optional["values"] = plgpu.SMEM(widened, shape.dtype, transforms=swizzled(shape.dtype))
     row_scales = operands.k_scales is not None
     if row_scales:
-        scales = plgpu.SMEM((shape.stages, shape.tile, shape.dims.num_kv_heads), jnp.float32)
+        scales = plgpu.SMEM((shape.stages, *keys.scale_rows), jnp.float32)
         optional |= {"k_scales": scales, "v_scales": scales}
     pl.run_scoped(
         run,
@@ -443,7 +443,7 @@ def _step(
         s = _quantized_products(shape, memory, slot, queries, interpret, at_once=not masked)
         s = s * lax.broadcast_in_dim(factors, s.shape, [1])
         if memory.k_scales is not None:
-            s = s * _row_scales(memory.k_scales, slot, s.shape, interpret)
+            s = s * _row_scales(shape, memory.k_scales, slot, s.shape, interpret)
     else:
         chunks = [(keys.chunk(memory.k, slot, c), q) for c, q in enumerate(queries)]
         s = dot(chunks, (shape.tile, shape.columns), interpret)
@@ -466,7 +466,7 @@ def _step(
     acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [1]) for a in state.acc)
     plgpu.barrier_wait(memory.v_full.at[slot])
     if memory.v_scales is not None:
-        p *= _row_scales(memory.v_scales, slot, p.shape, interpret)
+        p *= _row_scales(shape, memory.v_scales, slot, p.shape, interpret)
         p = jnp.where(s == -jnp.inf, 0.0, p)  # a scale that nothing wrote may be NaN
     transposed(memory.p)[...] = p.astype(shape.dtype)
     if shape.quantized:
@@ -519,9 +519,12 @@ def _factors(operands: Operands, piece: Piece) -> Any:
     return plgpu.load(operands.factors.at[request, lax.axis_index("head")], layout=BY_ROW, optimized=False)
 
 
-def _row_scales(scales: Any, slot: Any, size: tuple[int, ...], interpret: Interpreter | None) -> Any:
+def _row_scales(
+    shape: DecodeShape, scales: Any, slot: Any, size: tuple[int, ...], interpret: Interpreter | None
+) -> Any:
     """The scale of each position of a tile for this CTA's kv head, along the first axis of an array."""
-    return lax.broadcast_in_dim(column(scales.at[slot], lax.axis_index("head"), interpret), size, [0])
+    by_position = column(scales.at[slot], shape.dims.num_kv_heads, lax.axis_index("head"), interpret)
+    return lax.broadcast_in_dim(by_position, size, [0])
 
 
 def _dequantize_values(

@@ -4,6 +4,7 @@ Products are exact in float16 for float8 numbers, and in bfloat16 too for int8. 
 instruction, but bfloat16 queries may be too large for it: each row is brought near 1 by a power of two.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ class Dequantization(NamedTuple):
     v_factors: Any
     """[num_kv_heads] float32, of outputs."""
     k_scales: Any
-    """[num_blocks, block_size, num_kv_heads] float32, of scores, or None."""
+    """[num_blocks, .., columns of `PagedTiles.scale_rows`] float32, of scores, or None."""
     v_scales: Any
     """Likewise of values."""
 
@@ -39,8 +40,11 @@ def scale_refusal(query_dtype: Any, cache: KVCache) -> str | None:
         return "the kernels take scales per token and head for both keys and values, or neither"
     if product_dtype(query_dtype, cache) == jnp.float16:
         return "the kernels take scales per token and head with int8 caches and bfloat16 queries"
-    if cache.num_kv_heads % 8:
-        return f"the kernels take scales per token and head for a multiple of 8 kv heads, not {cache.num_kv_heads}"
+    if math.gcd(cache.block_size, 64) * cache.num_kv_heads % 32:
+        return (
+            "the kernels take scales per token and head where those of a block fill rows of 32, not "
+            f"{cache.block_size} tokens of {cache.num_kv_heads} kv heads"
+        )
     return None
 
 
@@ -68,6 +72,9 @@ def dequantization(query: Any, cache: KVCache, q_start: Any, shape: Any) -> tupl
         by_row_unit = unit.reshape(-1, *heads)[rows] * k_factor[:, None]  # [num_reqs, tokens, num_kv_heads, group]
         factors = by_row_unit.swapaxes(1, 2).reshape(-1, heads[0], shape.rows)
         factors = jnp.pad(factors, [(0, 0), (0, 0), (0, shape.columns - shape.rows)])
-    scales = (cache.k_scale, cache.v_scale) if by_row else (None, None)
+    scales: tuple[Any, Any] = (None, None)
+    if by_row:
+        width = shape.tiles("key").scale_rows[1]
+        scales = tuple(scale.reshape(cache.num_blocks, -1, width) for scale in (cache.k_scale, cache.v_scale))
     query = permuted_columns(lax.convert_element_type(query, shape.dtype))
     return query, Dequantization(factors, v_factor, *scales)

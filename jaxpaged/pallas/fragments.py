@@ -93,21 +93,26 @@ BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 """How one number for each row of wgmma's result lies in registers."""
 
 
-def column(ref: Any, index: Any, interpret: Interpreter | None) -> Any:
-    """Column `index` of `ref` [n * ROWS, m], numbers of 32 bits in shared memory, in `BY_ROW`."""
+def column(ref: Any, width: int, index: Any, interpret: Interpreter | None) -> Any:
+    """Column `index` of a matrix [n * ROWS, width], numbers of 32 bits in shared memory, in `BY_ROW`.
+
+    Args:
+      ref: the matrix in row-major order, in two axes of any size.
+    """
     if interpret is not None:
-        return ref[...][:, index]
+        return ref[...].reshape(-1, width)[:, index]
 
     def gather(_: Any, ref: Any, index: Any) -> Any:
         layout = mgpu.WGMMA_ROW_LAYOUT
-        rows = tuple(ir.MemRefType(ref.type).shape[:1])
+        matrix = mgpu.memref_reshape(ref, (*rows, width))
         registers = np.empty(layout.registers_shape(rows), dtype=object)
         where = arith.index_cast(ir.IndexType.get(), index.registers.item())
         for at, (row,) in zip(np.ndindex(registers.shape), layout.thread_idxs(rows), strict=True):
-            number = memref.load(ref, [row, where])
+            number = memref.load(matrix, [row, where])
             registers[at] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(ref.shape[:1], ref.dtype, layout=BY_ROW)
+    rows = (ref.shape[0] * ref.shape[1] // width,)
+    result = plgpu.ShapeDtypeStruct(rows, ref.dtype, layout=BY_ROW)
     arguments = (plgpu.RefType(), plgpu.Layout.WG_SPLAT)
     return plgpu.inline_mgpu(arg_types=arguments, return_type=result)(gather)(ref, index)

@@ -182,10 +182,27 @@ class PagedTiles:
                 part = buffer.at[index(chunk_slice(c, self.head_size))]
                 plgpu.copy_gmem_to_smem(part, smem.tma.at[slot * self.chunks + c, target, :], barrier.at[slot])
 
+    @property
+    def scale_rows(self) -> tuple[int, int]:
+        """A tile's scales per token and head as TMA takes them: one copy's numbers lie side by side, in few long rows.
+
+        In rows as long as there are kv heads they would take as long as the keys.
+        """
+        width = math.gcd(self.rows * self.dims.num_kv_heads, 256)
+        return self.tile * self.dims.num_kv_heads // width, width
+
     def copy_scales(self, scales: Any, smem: Any, slot: Any, blocks: Any, tile: Any, barrier: Any) -> None:
-        """Start bringing the scales of a tile's rows, for all kv heads: those of one are too narrow for TMA."""
-        for block, rows, target in self._copies(blocks, tile):
-            plgpu.copy_gmem_to_smem(scales.at[block, rows, :], smem.at[slot, target, :], barrier.at[slot])
+        """Start bringing the scales of a tile's rows, for all kv heads: those of one are too narrow for TMA.
+
+        Args:
+          scales: [num_blocks, .., columns of `scale_rows`].
+          smem: [stages, *scale_rows].
+        """
+        heads, width = self.dims.num_kv_heads, self.scale_rows[1]
+        size = self.rows * heads // width
+        for j, (block, rows, _) in enumerate(self._copies(blocks, tile)):
+            source = scales.at[block, pl.ds(lax.div(rows.start, jnp.int32(self.rows)) * size, size), :]
+            plgpu.copy_gmem_to_smem(source, smem.at[slot, pl.ds(j * size, size), :], barrier.at[slot])
 
     def chunk(self, smem: Any, slot: Any, c: int, rows: int | None = None) -> Any:
         """A chunk of a tile's first rows, [rows, CHUNK], as wgmma and registers see it."""

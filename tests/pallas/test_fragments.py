@@ -69,19 +69,21 @@ def test_division_rounds_to_nearest(kernels):
     np.testing.assert_array_equal(np.asarray(got), x / y)
 
 
-@pytest.mark.parametrize(("rows", "index"), [(ROWS, 0), (2 * ROWS, 5)])
-def test_column(kernels, rows, index):
+@pytest.mark.parametrize(("rows", "index", "columns"), [(ROWS, 0, 8), (2 * ROWS, 5, 128), (ROWS, 2, 4)])
+def test_column(kernels, rows, index, columns):
+    """Of a matrix 8 wide that lies in rows of any length."""
     interpret = interpreter()
     x = np.random.default_rng(0).standard_normal((rows, 8)).astype(np.float32)
 
     def body(out, x_ref):
         which = lax.axis_index("cta") + index
-        along_rows = lax.broadcast_in_dim(column(x_ref, which, interpret), x.shape, [0])
+        along_rows = lax.broadcast_in_dim(column(x_ref, 8, which, interpret), x.shape, [0])
         out[...] = plgpu.layout_cast(along_rows, plgpu.Layout.WGMMA)
 
     assert plgpu.Layout.WGMMA.reduce(1) == BY_ROW
     out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    got = in_kernel(body, out, x, smem=[plgpu.SMEM(x.shape, jnp.float32)])
+    lies = x.reshape(-1, columns)
+    got = in_kernel(body, out, lies, smem=[plgpu.SMEM(lies.shape, jnp.float32)])
     np.testing.assert_array_equal(np.asarray(got), np.broadcast_to(x[:, index : index + 1], x.shape))
 
 
