@@ -10,6 +10,7 @@ Whole requests go to the output; parts of requests to a workspace, for `combine.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import decode_plan as field
 from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.dequantize import dequantization
-from jaxpaged.pallas.fragments import BY_16_BYTES, as_operand, column
+from jaxpaged.pallas.fragments import as_operand, by_16_bytes, column
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
 from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, let_next_kernel_start, one_warp_each, store
 from jaxpaged.pallas.paged_tiles import (
@@ -493,21 +494,30 @@ def _quantized_products(
     at_once: bool,
 ) -> Any:
     """Products with 8-bit keys, of all chunks at once or of one after the other: widened keys take registers."""
+    columns = shape.tiles("key").row_columns
 
-    def keys(c: int) -> Any:
-        return as_operand(_widened(shape, memory.k, slot, c, BY_16_BYTES), interpret)
+    def pairs(part: int) -> list[tuple[Any, Any]]:
+        where = ((0, shape.tile), (part * columns, columns))
+        k = as_operand(_widened(shape, memory.k, slot, *where, by_16_bytes(columns)), interpret)
+        first = part * columns // CHUNK
+        return [(k[:, c * CHUNK : (c + 1) * CHUNK], q) for c, q in enumerate(queries[first : first + columns // CHUNK])]
 
+    parts = range(len(queries) * CHUNK // columns)
+    size = (shape.tile, shape.columns)
     if at_once:
-        return dot([(keys(c), q) for c, q in enumerate(queries)], (shape.tile, shape.columns), interpret)
-    s = dot([(keys(0), queries[0])], (shape.tile, shape.columns), interpret)
-    for c, q in enumerate(queries[1:], start=1):
-        (s,) = dot_onto([s], keys(c), [q], interpret)
+        return dot([pair for part in parts for pair in pairs(part)], size, interpret)
+    (k, q), *others = [pair for part in parts for pair in pairs(part)]
+    s = dot([(k, q)], size, interpret)
+    for k, q in others:
+        (s,) = dot_onto([s], k, [q], interpret)
     return s
 
 
-def _widened(shape: DecodeShape, smem: Any, slot: Any, c: int, layout: Any) -> Any:
-    """A chunk of 8-bit numbers in registers, in the type of the products, which holds each of them exactly."""
-    x = plgpu.load(smem.at[slot, :, pl.ds(c * CHUNK, CHUNK)], layout=layout, optimized=False)
+def _widened(
+    shape: DecodeShape, smem: Any, slot: Any, rows: tuple[int, int], columns: tuple[int, int], layout: Any
+) -> Any:
+    """Some rows and columns of 8-bit numbers in registers, in the type of the products, which holds each exactly."""
+    x = plgpu.load(smem.at[slot, pl.ds(*rows), pl.ds(*columns)], layout=layout, optimized=False)
     if x.dtype != shape.cache_dtype:
         x = lax.bitcast_convert_type(x, shape.cache_dtype)
     return x.astype(shape.dtype)
@@ -538,13 +548,16 @@ def _dequantize_values(
     readable: Any,
 ) -> None:
     """Put a tile's values into `memory.values` in the type of the products, with 0 where no row attends."""
-    layout = rows_layout(CHUNK, shape.dtype.itemsize)
-    for c in range(shape.tiles("value").chunks):
-        v = _widened(shape, memory.v, slot, c, layout)
+    values = shape.tiles("value")
+    columns = values.row_columns
+    layout = rows_layout(columns, shape.dtype.itemsize)
+    count = CHUNK * CHUNK // columns // 2  # rows at a time: more take registers
+    for part, first in itertools.product(range(values.head_size // columns), range(0, shape.tile, count)):
+        v = _widened(shape, memory.v, slot, (first, count), (part * columns, columns), layout)
         if masked:
-            used = _used_values(shape, options, piece, tile, v.shape, readable, layout)
+            used = _used_values(shape, options, piece, tile, v.shape, readable, layout, first)
             v = jnp.where(used, v, jnp.zeros_like(v))
-        store(memory.values.at[:, pl.ds(c * CHUNK, CHUNK)], v)
+        store(memory.values.at[pl.ds(first, count), pl.ds(part * columns, columns)], v)
 
 
 def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, piece: Piece, tile: Any) -> TilePlace:
@@ -584,12 +597,13 @@ def _used_values(
     size: tuple[int, ...],
     readable: Any,
     layout: Any = plgpu.Layout.WGMMA,
+    first: int = 0,
 ) -> Any:
-    """For an array whose rows are a tile's positions, to which of them some row may attend."""
+    """For an array whose rows are a tile's positions from `first` on, to which of them some row may attend."""
     low, high = attended_range(options, piece.kv_len - piece.q_len, piece.kv_len - 1, piece.kv_len)
-    position = iota(size, 0, layout) + tile * shape.tile
+    position = iota(size, 0, layout) + (tile * shape.tile + first)
     used = (position >= low) & (position < high)
-    return used if readable is None else used & readable(size, layout=layout)
+    return used if readable is None else used & readable(size, layout=layout, first=first)
 
 
 def _clear_unused_values(

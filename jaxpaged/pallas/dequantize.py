@@ -76,5 +76,5 @@ def dequantization(query: Any, cache: KVCache, q_start: Any, shape: Any) -> tupl
     if by_row:
         width = shape.tiles("key").scale_rows[1]
         scales = tuple(scale.reshape(cache.num_blocks, -1, width) for scale in (cache.k_scale, cache.v_scale))
-    query = permuted_columns(lax.convert_element_type(query, shape.dtype))
+    query = permuted_columns(lax.convert_element_type(query, shape.dtype), shape.tiles("key").row_columns)
     return query, Dequantization(factors, v_factor, *scales)

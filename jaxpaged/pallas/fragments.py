@@ -14,8 +14,10 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from jaxpaged.pallas.mosaic import Interpreter
 
-ROWS, COLUMNS = 64, 64
-"""Of an operand of wgmma that a warpgroup holds in registers: rows, and columns that lie together in shared memory."""
+ROWS = 64
+"""Of an operand of wgmma that a warpgroup holds in registers."""
+STEP = 16
+"""Columns of it that one wgmma sums over."""
 
 
 def tiled_layout(tiling: tuple[tuple[int, ...], ...], warp: int, lanes: tuple[int, ...]) -> Any:
@@ -25,36 +27,42 @@ def tiled_layout(tiling: tuple[tuple[int, ...], ...], warp: int, lanes: tuple[in
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
-BY_16_BYTES = tiled_layout(((ROWS, COLUMNS), (16, COLUMNS), (8, COLUMNS), (1, 16)), -8, (-4, -3))
-"""As wgmma wants the rows of its operand among threads, but each of the four threads of a row has 16 columns side by
-side: 8-bit numbers come in one load instead of eight."""
+def by_16_bytes(columns: int) -> Any:
+    """A layout of [n * ROWS, columns] 8-bit numbers, for 64 columns or 128.
+
+    Rows are spread over threads as wgmma wants those of its operand, but each of the four threads of a row has all its
+    columns side by side: 16 come in one load, where wgmma's own order takes eight.
+    """
+    return tiled_layout(((ROWS, columns), (16, columns), (8, columns), (1, columns // 4), (1, 16)), -10, (-6, -5))
 
 
-def permuted_columns(x: Any) -> Any:
-    """`x` [.., n * COLUMNS] in the order of columns that `as_operand` leaves."""
-    split = x.reshape(*x.shape[:-1], -1, 4, 4, 2, 2)  # thread, step of 16 columns, half of the step, column
+def permuted_columns(x: Any, columns: int) -> Any:
+    """`x` [.., n * columns] in the order of columns that `as_operand` leaves."""
+    split = x.reshape(*x.shape[:-1], -1, 4, columns // STEP, 2, 2)  # thread, step, half of the step, column
     return jnp.moveaxis(split, -4, -2).reshape(x.shape)
 
 
 def as_operand(x: Any, interpret: Interpreter | None) -> Any:
-    """`x` [n * ROWS, COLUMNS] of 16 bits in `BY_16_BYTES` as wgmma takes it, with its columns as `permuted_columns`.
+    """`x` [n * ROWS, columns] of 16 bits in `by_16_bytes` as wgmma takes it, with its columns as `permuted_columns`.
 
     Nothing moves: columns are summed over, and so may come in any order that both operands share.
     """
+    columns = x.shape[1]
     if interpret is not None:
-        return permuted_columns(x)
+        return permuted_columns(x, columns)
 
     def reinterpret(_: Any, x: Any) -> Any:
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(x.shape), dtype=object)
-        pairs = registers.reshape(-1, COLUMNS // 8, 2)  # tiles of rows, columns by eights, and rows g and g + 8
+        pairs = registers.reshape(-1, columns // 8, 2)  # tiles of rows, columns by eights, and rows g and g + 8
         pair = ir.VectorType.get((2,), x.mlir_dtype)
-        for (tile, half), wide in np.ndenumerate(x.registers.reshape(-1, 2)):
-            for i in range(COLUMNS // 8):
-                pairs[tile, i, half] = vector.extract_strided_slice(pair, wide, [2 * i], [2], [1])
+        for (tile, half, part), wide in np.ndenumerate(x.registers.reshape(-1, 2, columns // 64)):
+            for i in range(8):
+                narrow = vector.extract_strided_slice(pair, wide, [2 * i], [2], [1])
+                pairs[tile, 8 * part + i, half] = narrow
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=plgpu.Layout.WGMMA)
-    return plgpu.inline_mgpu(arg_types=(BY_16_BYTES,), return_type=result)(reinterpret)(x)
+    return plgpu.inline_mgpu(arg_types=(by_16_bytes(columns),), return_type=result)(reinterpret)(x)
 
 
 def divide(x: Any, y: Any, layout: Any, interpret: Interpreter | None) -> Any:

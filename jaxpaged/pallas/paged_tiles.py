@@ -103,6 +103,12 @@ class PagedTiles:
         return -(-self.head_size // CHUNK)
 
     @property
+    def row_columns(self) -> int:
+        """Columns of a row of shared memory: longer rows come faster by TMA, which takes as long for a short one."""
+        columns = chunk_columns(self.dtype)
+        return columns if self.head_size % columns == 0 else CHUNK
+
+    @property
     def _whole(self) -> bool:
         return self.head_size % CHUNK == 0
 
@@ -119,7 +125,7 @@ class PagedTiles:
     def smem(self, interpret: Interpreter | None) -> Any:
         if self._whole:
             return plgpu.SMEM(
-                (self.stages, self.tile, self.head_size), self.dtype, transforms=swizzled(self.dtype, CHUNK)
+                (self.stages, self.tile, self.head_size), self.dtype, transforms=swizzled(self.dtype, self.row_columns)
             )
         return two_views((self.stages * self.chunks, self.tile, CHUNK), self.dtype, interpret)
 

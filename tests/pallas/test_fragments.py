@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.pallas.fragments import BY_16_BYTES, BY_ROW, COLUMNS, ROWS, as_operand, column, divide, permuted_columns
+from jaxpaged.pallas.fragments import BY_ROW, ROWS, as_operand, by_16_bytes, column, divide, permuted_columns
 from jaxpaged.pallas.matmul import dot, transposed
 from jaxpaged.pallas.mosaic import interpreter, kernel
 from jaxpaged.pallas.paged_tiles import swizzled
@@ -30,25 +31,34 @@ def in_kernel(body, out, *inputs, smem):
     return call(*inputs)
 
 
-@pytest.mark.parametrize("rows", [ROWS, 2 * ROWS])
+SIZES = [(ROWS, 64), (2 * ROWS, 64), (ROWS, 128), (2 * ROWS, 128)]
+
+
+def chunked(x_ref, columns):
+    """The columns by 64: as many lie in one row of shared memory."""
+    return [transposed(x_ref.at[:, pl.ds(c, 64)]) for c in range(0, columns, 64)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
 @pytest.mark.parametrize(
     ("stored", "dtype"), [("float8_e4m3fn", "float16"), ("float8_e5m2", "float16"), ("int8", "bfloat16")]
 )
-def test_products_with_eight_bit_numbers(kernels, stored, dtype, rows):
+def test_products_with_eight_bit_numbers(kernels, stored, dtype, rows, columns):
     rng, interpret = np.random.default_rng(0), interpreter()
-    a = jnp.asarray(rng.uniform(-100, 100, (rows, COLUMNS)), stored)
-    b = jnp.asarray(rng.standard_normal((8, COLUMNS)), dtype)
+    a = jnp.asarray(rng.uniform(-100, 100, (rows, columns)), stored)
+    b = jnp.asarray(rng.standard_normal((8, columns)), dtype)
 
     def body(out, a_ref, b_ref):
-        x = plgpu.load(a_ref, layout=BY_16_BYTES, optimized=False).astype(dtype)
-        out[...] = dot([(as_operand(x, interpret), transposed(b_ref))], (rows, 8), interpret)
+        x = as_operand(plgpu.load(a_ref, layout=by_16_bytes(columns), optimized=False).astype(dtype), interpret)
+        pairs = [(x[:, 64 * c : 64 * (c + 1)], part) for c, part in enumerate(chunked(b_ref, columns))]
+        out[...] = dot(pairs, (rows, 8), interpret)
 
     smem = [
-        plgpu.SMEM(a.shape, a.dtype, transforms=swizzled(a.dtype, COLUMNS)),
+        plgpu.SMEM(a.shape, a.dtype, transforms=swizzled(a.dtype, columns)),
         plgpu.SMEM(b.shape, b.dtype, transforms=swizzled(b.dtype)),
     ]
     out = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
-    got = in_kernel(body, out, a, permuted_columns(b), smem=smem)
+    got = in_kernel(body, out, a, permuted_columns(b, columns), smem=smem)
     expected = np.asarray(a).astype(np.float64) @ np.asarray(b).astype(np.float64).T
     np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-5, atol=1e-3)
 
@@ -87,19 +97,19 @@ def test_column(kernels, rows, index, columns):
     np.testing.assert_array_equal(np.asarray(got), np.broadcast_to(x[:, index : index + 1], x.shape))
 
 
-@pytest.mark.parametrize("rows", [ROWS, 2 * ROWS])
-def test_lowers_for_cuda(rows):
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_lowers_for_cuda(rows, columns):
     """Each of the above, as it is compiled."""
-    x = jax.ShapeDtypeStruct((rows, COLUMNS), jnp.int8)
-    b = jax.ShapeDtypeStruct((8, COLUMNS), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((rows, columns), jnp.int8)
+    b = jax.ShapeDtypeStruct((8, columns), jnp.bfloat16)
 
     def body(out, a_ref, b_ref):
-        a = as_operand(plgpu.load(a_ref, layout=BY_16_BYTES, optimized=False).astype(jnp.bfloat16), None)
-        s = dot([(a, transposed(b_ref))], (rows, 8), None)
+        a = as_operand(plgpu.load(a_ref, layout=by_16_bytes(columns), optimized=False).astype(jnp.bfloat16), None)
+        s = dot([(a[:, 64 * c : 64 * (c + 1)], b) for c, b in enumerate(chunked(b_ref, columns))], (rows, 8), None)
         out[...] = divide(s, plgpu.layout_cast(s + 1.0, plgpu.Layout.WGMMA), plgpu.Layout.WGMMA, None)
 
     smem = [
-        plgpu.SMEM(x.shape, x.dtype, transforms=swizzled(x.dtype, COLUMNS)),
+        plgpu.SMEM(x.shape, x.dtype, transforms=swizzled(x.dtype, columns)),
         plgpu.SMEM(b.shape, b.dtype, transforms=swizzled(b.dtype)),
     ]
     call = functools.partial(in_kernel, body, jax.ShapeDtypeStruct((rows, 8), jnp.float32), smem=smem)
