@@ -23,7 +23,7 @@ from jaxpaged.pallas.combine import attending_rows, combine, decoded_lse, rows_o
 from jaxpaged.pallas.config import decode_config, most_decoded_rows, prefill_config
 from jaxpaged.pallas.decode import DecodeShape, decode
 from jaxpaged.pallas.decode_plan import DecodePlan, plan_decode
-from jaxpaged.pallas.dequantize import scale_refusal
+from jaxpaged.pallas.eight_bits import scale_refusal
 from jaxpaged.pallas.functions import function_refusal
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.prefill import prefill

@@ -5,7 +5,7 @@ from typing import Any
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.decode import DecodeShape
-from jaxpaged.pallas.dequantize import product_dtype
+from jaxpaged.pallas.eight_bits import product_dtype
 from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape
 from jaxpaged.pallas.prefill_plan import PrefillTiling
 from jaxpaged.pallas.scores import changes_scores
@@ -63,6 +63,7 @@ def decode_config(
     return DecodeShape(
         layout=cache.layout,
         dims=cache.dims,
+        query_dtype=query.dtype,
         dtype=product_dtype(query.dtype, cache),
         cache_dtype=cache.dtype,
         buffer_dtype=cache.key.dtype,
@@ -87,7 +88,8 @@ def _stages_that_fit(cache: KVCache, rows: int, tile: int) -> int:
     """Tiles of decode's ring for which a CTA has shared memory, beside queries, weights, output and widened values."""
     ring, widened = _ring_bytes(cache, tile)
     k_size, v_size = _padded_sizes(cache)
-    others = -(-rows // 8) * 8 * (2 * k_size * 2 + tile * 2 + v_size * 4 + 128)  # the last for reductions
+    query_slots = 4 if cache.quantized else 2
+    others = -(-rows // 8) * 8 * (query_slots * k_size * 2 + tile * 2 + v_size * 4 + 132)  # the last for reductions
     return (SMEM_BYTES - _SMALL_BYTES - widened - others) // ring
 
 

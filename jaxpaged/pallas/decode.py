@@ -10,7 +10,6 @@ Whole requests go to the output; parts of requests to a workspace, for `combine.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,8 +24,15 @@ from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES, KVCache
 from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import decode_plan as field
 from jaxpaged.pallas.decode_plan import DecodePlan
-from jaxpaged.pallas.dequantize import dequantization
-from jaxpaged.pallas.fragments import as_operand, by_16_bytes, column
+from jaxpaged.pallas.eight_bits import (
+    products,
+    row_scales,
+    scale_of_head,
+    scale_operands,
+    scratch,
+    widen_queries,
+    widen_values,
+)
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
 from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, let_next_kernel_start, one_warp_each, store
 from jaxpaged.pallas.paged_tiles import (
@@ -44,7 +50,6 @@ from jaxpaged.pallas.paged_tiles import (
     two_views,
 )
 from jaxpaged.pallas.ranges import Loop, leading_loops
-from jaxpaged.pallas.row_tiles import rows_layout
 from jaxpaged.pallas.scores import TilePlace, kept, log2_scores, normalized, with_sink
 from jaxpaged.reference.attention import AttentionOptions, attended_range
 
@@ -57,7 +62,7 @@ class DecodeShape:
     """What a decode kernel is compiled for.
 
     Attributes:
-      dtype: of the products.
+      query_dtype, dtype: of the queries, and of the products.
       cache_dtype, buffer_dtype: of the numbers in the cache, and of the buffers that hold them.
       group: query heads a kv head.
       max_query_len: new tokens a request.
@@ -69,6 +74,7 @@ class DecodeShape:
 
     layout: KVLayout
     dims: CacheDims
+    query_dtype: Any
     dtype: Any
     cache_dtype: Any
     buffer_dtype: Any
@@ -105,6 +111,16 @@ class DecodeShape:
         return self.cache_dtype in QUANTIZED_DTYPES
 
     @property
+    def query_copies(self) -> int:
+        """Copies that bring a token's queries."""
+        return 1 if self.quantized else self.tiles("key").chunks
+
+    @property
+    def swizzled(self) -> tuple[Any, ...]:
+        """How rows of operands of the products lie in shared memory."""
+        return swizzled(self.dtype)
+
+    @property
     def padded_v_size(self) -> int:
         return self.tiles("value").chunks * CHUNK
 
@@ -119,8 +135,8 @@ class Operands(NamedTuple):
     query: Any = None
     key: Any = None
     value: Any = None
-    factors: Any = None
-    v_factors: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
     k_scales: Any = None
     v_scales: Any = None
     slopes: Any = None
@@ -139,6 +155,8 @@ class Memory(NamedTuple):
     v: Any = None
     k_scales: Any = None
     v_scales: Any = None
+    queries: Any = None
+    units: Any = None
     values: Any = None
     p: Any = None
     o: Any = None
@@ -203,24 +221,21 @@ def decode(
         jax.ShapeDtypeStruct((parts, heads, shape.columns), jnp.float32),
         jax.ShapeDtypeStruct((batch.num_reqs, heads, shape.columns), jnp.float32),
     )
-    factors: Any = (None,) * 4
-    if shape.quantized:
-        query, factors = dequantization(query, cache, batch.query_start_loc[:-1], shape)
     slopes, sinks = per_column(options.alibi_slopes, shape), per_column(options.sinks, shape)
-    inputs = (
-        plan.requests,
-        plan.shares,
-        plan.kept_tiles,
-        batch.block_table,
-        query,
-        cache.key,
-        cache.value,
-        *factors,
-        slopes,
-        sinks,
-        out,
+    inputs = Operands(
+        requests=plan.requests,
+        shares=plan.shares,
+        kept_tiles=plan.kept_tiles,
+        table=batch.block_table,
+        query=query,
+        key=cache.key,
+        value=cache.value,
+        **(scale_operands(cache, shape) if shape.quantized else {}),
+        slopes=slopes,
+        sinks=sinks,
+        out=out,
     )
-    given = {name: x for name, x in zip(Operands._fields, inputs, strict=False) if x is not None}
+    given = {name: x for name, x in inputs._asdict().items() if x is not None}
     names = (*given, *Operands._fields[-3:])  # the last are the kernel's results
     return kernel(
         functools.partial(_allocate, shape, options, interpret, names),
@@ -257,7 +272,7 @@ def _allocate(
         let_next_kernel_start(interpret)
         memory = Memory(**refs)
         memory = memory._replace(
-            q=split_views(memory.q, interpret),
+            q=memory.q if shape.quantized else split_views(memory.q, interpret),
             k=keys.views(memory.k, interpret),
             v=values.views(memory.v, interpret),
         )
@@ -266,17 +281,13 @@ def _allocate(
         pl.when(wg == 1)(lambda: _load(shape, operands, memory, interpret))
 
     ring = functools.partial(plgpu.Barrier, num_barriers=shape.stages)
-    optional = {}
+    has_row_scales = operands.k_scales is not None
+    queries = two_views((2 * keys.chunks, shape.columns, CHUNK), shape.dtype, interpret)
     if shape.quantized:
-        widened = (shape.tile, shape.dims.v_head_size)
-        optional["values"] = plgpu.SMEM(widened, shape.dtype, transforms=swizzled(shape.dtype))
-    row_scales = operands.k_scales is not None
-    if row_scales:
-        scales = plgpu.SMEM((shape.stages, *keys.scale_rows), jnp.float32)
-        optional |= {"k_scales": scales, "v_scales": scales}
+        queries = plgpu.SMEM((2, shape.columns, shape.dims.head_size), shape.query_dtype)
     pl.run_scoped(
         run,
-        q=two_views((2 * keys.chunks, shape.columns, CHUNK), shape.dtype, interpret),
+        q=queries,
         k=keys.smem(interpret),
         v=values.smem(interpret),
         p=plgpu.SMEM((shape.columns, shape.tile), shape.dtype, transforms=swizzled(shape.dtype)),
@@ -285,13 +296,13 @@ def _allocate(
             plgpu.SMEM((shape.padded_v_size, shape.columns), jnp.float32),
         ),
         lse=plgpu.SMEM((shape.columns,), jnp.float32),
-        q_full=plgpu.Barrier(num_arrivals=shape.max_query_len * keys.chunks, num_barriers=2),
+        q_full=plgpu.Barrier(num_arrivals=shape.max_query_len * shape.query_copies, num_barriers=2),
         q_empty=plgpu.Barrier(num_barriers=2),
-        k_full=keys.barrier(with_scales=row_scales),
+        k_full=keys.barrier(with_scales=has_row_scales),
         k_empty=ring(),
-        v_full=values.barrier(with_scales=row_scales),
+        v_full=values.barrier(with_scales=has_row_scales),
         v_empty=ring(),
-        **optional,
+        **(scratch(shape, row_scales=has_row_scales) if shape.quantized else {}),
         collective_axes="wg",
     )
 
@@ -372,9 +383,15 @@ def _load_query(shape: DecodeShape, operands: Operands, memory: Memory, piece: P
     for token in range(shape.max_query_len):
         # Rows past the request's are another's, or this last one again: their results are not stored.
         row = jnp.minimum(piece.q_start + token, shape.num_tokens - 1)
+        rows = pl.ds(token * shape.group, shape.group)
+        if shape.quantized:
+            plgpu.copy_gmem_to_smem(
+                operands.query.at[row, heads, :], memory.q.at[slot, rows, :], memory.q_full.at[slot]
+            )
+            continue
         for c in range(chunks):
             source = operands.query.at[row, heads, chunk_slice(c, shape.dims.head_size)]
-            target = memory.q.tma.at[slot * chunks + c, pl.ds(token * shape.group, shape.group), :]
+            target = memory.q.tma.at[slot * chunks + c, rows, :]
             plgpu.copy_gmem_to_smem(source, target, memory.q_full.at[slot])
 
 
@@ -387,12 +404,13 @@ def _compute(
     def attend(piece: Piece, pieces: Any, tiles: Any) -> None:
         q_slot = lax.rem(pieces, jnp.int32(2))
         plgpu.barrier_wait(memory.q_full.at[q_slot])
-        factors = _factors(operands, piece) if shape.quantized else None
+        factors = widen_queries(shape, operands, memory, q_slot, interpret) if shape.quantized else None
         step = functools.partial(_step, shape, options, operands, memory, interpret, piece, q_slot, factors, tiles)
         state = _empty_state(shape)
         for first, end, how in _loops(shape, options, piece):
             state = lax.fori_loop(first, end, functools.partial(step, **how), state)
-        plgpu.barrier_arrive(memory.q_empty.at[q_slot])
+        if not shape.quantized:
+            plgpu.barrier_arrive(memory.q_empty.at[q_slot])
         _store(shape, operands, memory, piece, state)
 
     _for_each_piece(operands, attend)
@@ -439,13 +457,14 @@ def _step(
     slot = lax.rem(tiles + i, jnp.int32(shape.stages))
     tile = tile_at(operands.kept_tiles, piece.first_tile + i)
     plgpu.barrier_wait(memory.k_full.at[slot])
-    queries = [transposed(memory.q.tensor_core.at[q_slot * keys.chunks + c]) for c in range(keys.chunks)]
     if shape.quantized:
-        s = _quantized_products(shape, memory, slot, queries, interpret, at_once=not masked)
-        s = s * lax.broadcast_in_dim(factors, s.shape, [1])
+        s = products(shape, memory, slot, q_slot, interpret, at_once=not masked)
+        if factors is not None:
+            s = s * (lax.broadcast_in_dim(factors, s.shape, [1]) if factors.ndim else factors)
         if memory.k_scales is not None:
-            s = s * _row_scales(shape, memory.k_scales, slot, s.shape, interpret)
+            s = s * row_scales(shape, memory.k_scales, slot, s.shape, interpret)
     else:
+        queries = [transposed(memory.q.tensor_core.at[q_slot * keys.chunks + c]) for c in range(keys.chunks)]
         chunks = [(keys.chunk(memory.k, slot, c), q) for c, q in enumerate(queries)]
         s = dot(chunks, (shape.tile, shape.columns), interpret)
         plgpu.barrier_arrive(memory.k_empty.at[slot])
@@ -467,11 +486,12 @@ def _step(
     acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [1]) for a in state.acc)
     plgpu.barrier_wait(memory.v_full.at[slot])
     if memory.v_scales is not None:
-        p *= _row_scales(shape, memory.v_scales, slot, p.shape, interpret)
+        p *= row_scales(shape, memory.v_scales, slot, p.shape, interpret)
         p = jnp.where(s == -jnp.inf, 0.0, p)  # a scale that nothing wrote may be NaN
     transposed(memory.p)[...] = p.astype(shape.dtype)
     if shape.quantized:
-        _dequantize_values(shape, options, memory, piece, tile, slot, masked, readable)
+        used = functools.partial(_used_values, shape, options, piece, tile, readable)
+        widen_values(shape, memory, slot, used if masked else None)
     elif masked:
         _clear_unused_values(shape, options, memory, piece, tile, slot, readable)
     plgpu.commit_smem()
@@ -482,82 +502,6 @@ def _step(
     acc = dot_onto(acc, parts, [transposed(memory.p)] * len(parts), interpret)
     plgpu.barrier_arrive(memory.v_empty.at[slot])
     return Softmax(peak, total, acc)
-
-
-def _quantized_products(
-    shape: DecodeShape,
-    memory: Memory,
-    slot: Any,
-    queries: Sequence[Any],
-    interpret: Interpreter | None,
-    *,
-    at_once: bool,
-) -> Any:
-    """Products with 8-bit keys, of all chunks at once or of one after the other: widened keys take registers."""
-    columns = shape.tiles("key").row_columns
-
-    def pairs(part: int) -> list[tuple[Any, Any]]:
-        where = ((0, shape.tile), (part * columns, columns))
-        k = as_operand(_widened(shape, memory.k, slot, *where, by_16_bytes(columns)), interpret)
-        first = part * columns // CHUNK
-        return [(k[:, c * CHUNK : (c + 1) * CHUNK], q) for c, q in enumerate(queries[first : first + columns // CHUNK])]
-
-    parts = range(len(queries) * CHUNK // columns)
-    size = (shape.tile, shape.columns)
-    if at_once:
-        return dot([pair for part in parts for pair in pairs(part)], size, interpret)
-    (k, q), *others = [pair for part in parts for pair in pairs(part)]
-    s = dot([(k, q)], size, interpret)
-    for k, q in others:
-        (s,) = dot_onto([s], k, [q], interpret)
-    return s
-
-
-def _widened(
-    shape: DecodeShape, smem: Any, slot: Any, rows: tuple[int, int], columns: tuple[int, int], layout: Any
-) -> Any:
-    """Some rows and columns of 8-bit numbers in registers, in the type of the products, which holds each exactly."""
-    x = plgpu.load(smem.at[slot, pl.ds(*rows), pl.ds(*columns)], layout=layout, optimized=False)
-    if x.dtype != shape.cache_dtype:
-        x = lax.bitcast_convert_type(x, shape.cache_dtype)
-    return x.astype(shape.dtype)
-
-
-def _factors(operands: Operands, piece: Piece) -> Any:
-    """What makes scores of a request's products with 8-bit keys."""
-    request = piece.request if operands.factors.shape[0] > 1 else 0
-    return plgpu.load(operands.factors.at[request, lax.axis_index("head")], layout=BY_ROW, optimized=False)
-
-
-def _row_scales(
-    shape: DecodeShape, scales: Any, slot: Any, size: tuple[int, ...], interpret: Interpreter | None
-) -> Any:
-    """The scale of each position of a tile for this CTA's kv head, along the first axis of an array."""
-    by_position = column(scales.at[slot], shape.dims.num_kv_heads, lax.axis_index("head"), interpret)
-    return lax.broadcast_in_dim(by_position, size, [0])
-
-
-def _dequantize_values(
-    shape: DecodeShape,
-    options: AttentionOptions,
-    memory: Memory,
-    piece: Piece,
-    tile: Any,
-    slot: Any,
-    masked: bool,
-    readable: Any,
-) -> None:
-    """Put a tile's values into `memory.values` in the type of the products, with 0 where no row attends."""
-    values = shape.tiles("value")
-    columns = values.row_columns
-    layout = rows_layout(columns, shape.dtype.itemsize)
-    count = CHUNK * CHUNK // columns // 2  # rows at a time: more take registers
-    for part, first in itertools.product(range(values.head_size // columns), range(0, shape.tile, count)):
-        v = _widened(shape, memory.v, slot, (first, count), (part * columns, columns), layout)
-        if masked:
-            used = _used_values(shape, options, piece, tile, v.shape, readable, layout, first)
-            v = jnp.where(used, v, jnp.zeros_like(v))
-        store(memory.values.at[pl.ds(first, count), pl.ds(part * columns, columns)], v)
 
 
 def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, piece: Piece, tile: Any) -> TilePlace:
@@ -594,8 +538,8 @@ def _used_values(
     options: AttentionOptions,
     piece: Piece,
     tile: Any,
-    size: tuple[int, ...],
     readable: Any,
+    size: tuple[int, ...],
     layout: Any = plgpu.Layout.WGMMA,
     first: int = 0,
 ) -> Any:
@@ -614,7 +558,7 @@ def _clear_unused_values(
     for c in range(values.chunks):
         chunk = values.chunk(memory.v, slot, c)
         v = plgpu.load(chunk, layout=plgpu.Layout.WGMMA)
-        used = _used_values(shape, options, piece, tile, v.shape, readable)
+        used = _used_values(shape, options, piece, tile, readable, v.shape)
         chunk[...] = jnp.where(used, v, jnp.zeros_like(v))
 
 
@@ -622,8 +566,8 @@ def _store(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece,
     """Divide by the sums, and send a whole request's rows to the output, a part's to the workspace."""
     head, share = lax.axis_index("head"), lax.axis_index("share")
     weight, lse = normalized(state.peak, state.total.sum(axis=0))
-    if operands.v_factors is not None:
-        weight = weight * operands.v_factors[head]
+    if operands.v_scale is not None:
+        weight = weight * scale_of_head(operands.v_scale)
     sizes = shape.tiles("value").part_sizes
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous piece has left shared memory
     store(memory.lse, lse)

@@ -65,6 +65,35 @@ def as_operand(x: Any, interpret: Interpreter | None) -> Any:
     return plgpu.inline_mgpu(arg_types=(by_16_bytes(columns),), return_type=result)(reinterpret)(x)
 
 
+def by_four(columns: int) -> Any:
+    """A layout of [8 * n, columns] numbers, for 64 columns or 128: a thread has four side by side of each 64."""
+    return tiled_layout(((8, columns), (8, columns // 4), (8, STEP), (8, 4), (1, 4)), -5, (-4, -9))
+
+
+BY_TWO = tiled_layout(((8, 64), (8, STEP), (8, 8), (1, 2)), -7, (-4, -3))
+"""A layout of [8 * n, 64 * m] numbers in which a thread has what it has in `by_four` of other columns."""
+
+
+def as_permuted(x: Any, interpret: Interpreter | None) -> Any:
+    """`permuted_columns` of `x` [8 * n, columns] of 16 bits in `by_four`, in `BY_TWO`: nothing moves."""
+    columns = x.shape[1]
+    if interpret is not None:
+        return permuted_columns(x, columns)
+
+    def reinterpret(_: Any, x: Any) -> Any:
+        layout = BY_TWO.to_mgpu()
+        registers = np.empty(layout.registers_shape(x.shape), dtype=object)
+        halves = registers.reshape(-1, 2)
+        pair = ir.VectorType.get((2,), x.mlir_dtype)
+        for at, four in enumerate(x.registers.flat):
+            for half in range(2):
+                halves[at, half] = vector.extract_strided_slice(pair, four, [2 * half], [2], [1])
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=BY_TWO)
+    return plgpu.inline_mgpu(arg_types=(by_four(columns),), return_type=result)(reinterpret)(x)
+
+
 def divide(x: Any, y: Any, layout: Any, interpret: Interpreter | None) -> Any:
     """`x / y` rounded as IEEE 754 says, float32 in `layout`.
 

@@ -70,3 +70,21 @@ def test_functions_that_hold_arrays(kernels, name):
         for implementation in (None, "reference")
     )
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_queries_of_any_size_with_eight_bit_caches(kernels, dtype, head_size):
+    """Each row is brought into float16's range, whatever the others are."""
+    rng = np.random.default_rng(0)
+    sizes = np.array([1e6, 1, 0, 1e-30, 1e-39, 3e5], np.float32)
+    query = jnp.asarray(rng.uniform(-1, 1, (len(sizes), 2, head_size)) * sizes[:, None, None], jnp.bfloat16)
+    rows = [jnp.asarray(rng.uniform(-100, 100, (len(sizes), 16, 1, head_size)), dtype) for _ in range(2)]
+    cache = KVCache.from_arrays(*rows, k_scale=jnp.float32(1e-6), v_scale=jnp.full(1, 0.5, jnp.float32))
+    batch = PagedBatch.create(np.arange(len(sizes), dtype=np.int32)[:, None], np.full(len(sizes), 9, np.int32))
+    out = np.asarray(paged_attention(query, cache, batch, implementation="mosaic_gpu"), np.float64)
+    q, k, v = (np.asarray(x).astype(np.float64) for x in (query, *rows))
+    scores = np.einsum("bhd,bsd->bhs", q, k[:, :9, 0]) * 1e-6 * head_size**-0.5
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(out, np.einsum("bhs,bsd->bhd", weights, v[:, :9, 0]) * 0.5, atol=0.3, rtol=0.01)

@@ -10,9 +10,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.pallas.fragments import BY_ROW, ROWS, as_operand, by_16_bytes, column, divide, permuted_columns
+from jaxpaged.pallas.fragments import (
+    BY_ROW,
+    ROWS,
+    as_operand,
+    as_permuted,
+    by_16_bytes,
+    by_four,
+    column,
+    divide,
+    permuted_columns,
+)
 from jaxpaged.pallas.matmul import dot, transposed
-from jaxpaged.pallas.mosaic import interpreter, kernel
+from jaxpaged.pallas.mosaic import interpreter, kernel, store
 from jaxpaged.pallas.paged_tiles import swizzled
 
 
@@ -61,6 +71,21 @@ def test_products_with_eight_bit_numbers(kernels, stored, dtype, rows, columns):
     got = in_kernel(body, out, a, permuted_columns(b, columns), smem=smem)
     expected = np.asarray(a).astype(np.float64) @ np.asarray(b).astype(np.float64).T
     np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 64), (16, 128)])
+def test_queries_permuted_as_keys_are(kernels, rows, columns):
+    interpret = interpreter()
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((rows, columns)), jnp.bfloat16)
+
+    def body(out, x_ref):
+        permuted = as_permuted(plgpu.load(x_ref, layout=by_four(columns), optimized=False), interpret)
+        for c in range(0, columns, 64):
+            store(out.at[:, pl.ds(c, 64)], permuted[:, c : c + 64])
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    got = in_kernel(body, out, x, smem=[plgpu.SMEM(x.shape, x.dtype)])
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(permuted_columns(x, columns)))
 
 
 def test_division_rounds_to_nearest(kernels):
