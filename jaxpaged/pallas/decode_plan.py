@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.mask_tiles import TileRuns, skip_masked_tiles
-from jaxpaged.pallas.ranges import damaged_requests
+from jaxpaged.pallas.ranges import ceil_div, damaged_requests, div
 from jaxpaged.reference.attention import AttentionOptions, attended_range
 
 # Fields of a row of `DecodePlan.requests`.
@@ -64,12 +64,7 @@ def plan_decode(
     starts = batch.query_start_loc
     q_len = starts[1:] - starts[:-1]
     kv_len = batch.kv_lens(cache.block_size)
-    short = (q_len > 0) & (q_len <= max_query_len)
-    low, high = attended_range(options, kv_len - q_len, kv_len - 1, kv_len)
-    if skip is not None:
-        low = jnp.maximum(low, skip)
-    first_tile = low // tile
-    tiles = jnp.where(short & (high > low), -(-high // tile) - first_tile, 0)
+    short, first_tile, tiles = tiles_of_requests(options, q_len, kv_len, max_query_len, tile, skip)
     request = jnp.arange(batch.num_reqs, dtype=jnp.int32)
     kept_tiles = None
     if options.mask_mod is not None:
@@ -97,3 +92,15 @@ def plan_decode(
     outside = jnp.zeros((1, NUM_FIELDS), jnp.int32).at[0, Q_START].set(starts[-1])
     outside = outside.at[0, Q_LEN].set(-1 if others_elsewhere else num_tokens - starts[-1])
     return DecodePlan(jnp.concatenate([requests, outside]), shares.astype(jnp.int32), kept_tiles)
+
+
+def tiles_of_requests(
+    options: AttentionOptions, q_len: Any, kv_len: Any, max_query_len: int, tile: int, skip: Any = None
+) -> tuple[Any, Any, Any]:
+    """Of each request, given its new tokens and positions: whether it is decoded, its first tile and how many."""
+    short = (q_len > 0) & (q_len <= max_query_len)
+    low, high = attended_range(options, kv_len - q_len, kv_len - 1, kv_len)
+    if skip is not None:
+        low = jnp.maximum(low, skip)
+    first_tile = div(low, tile)
+    return short, first_tile, jnp.where(short & (high > low), ceil_div(high, tile) - first_tile, 0)

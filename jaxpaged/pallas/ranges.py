@@ -46,3 +46,13 @@ def damaged_requests(cache: KVCache, batch: PagedBatch, kv_len: Any) -> Any:
     used = column * cache.block_size < kv_len[:, None]
     bad = (batch.block_table < 0) | (batch.block_table >= cache.num_blocks)
     return jnp.any(used & bad, axis=1)
+
+def div(x: Any, y: Any) -> Any:
+    """`x // y` for numbers of 0 or more, vectors or not."""
+    y = jnp.asarray(y, jnp.int32)
+    return lax.div(*jnp.broadcast_arrays(x, y))
+
+
+def ceil_div(x: Any, y: Any) -> Any:
+    """`x / y` rounded up, for numbers of 0 or more."""
+    return div(x + (y - 1), y)

@@ -1,0 +1,90 @@
+"""What the kernels that make plans read of a batch."""
+
+import dataclasses
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpaged.metadata.batch import PagedBatch
+from jaxpaged.metadata.kv_cache import KVCache
+from jaxpaged.pallas.lanes import WARPGROUP, gather, indices, whole
+from jaxpaged.pallas.mosaic import Interpreter
+from jaxpaged.pallas.ranges import ceil_div
+
+MOST_AT_ONCE = 16 * WARPGROUP
+"""Columns of a block table that are looked up together: as many as keep memory busy without taking all registers."""
+
+
+class BatchRefs(NamedTuple):
+    """References to a batch's arrays in global memory, in the order in which the kernels take them."""
+
+    block_table: Any
+    seq_lens: Any
+    query_start_loc: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchDims:
+    """Sizes of a batch and of its cache."""
+
+    num_reqs: int
+    width: int
+    block_size: int
+    num_blocks: int
+
+    @classmethod
+    def of(cls, cache: KVCache, batch: PagedBatch) -> Self:
+        return cls(batch.num_reqs, batch.max_blocks_per_req, cache.block_size, cache.num_blocks)
+
+    def lens(self, refs: BatchRefs, request: Any, interpret: Interpreter | None) -> tuple[Any, Any, Any]:
+        """Vectors of requests' first rows, new tokens, and positions that the block table has room for.
+
+        Args:
+          request: [n] int32, below `num_reqs`.
+        """
+        start = gather(refs.query_start_loc, request, interpret)
+        q_len = gather(refs.query_start_loc, request + 1, interpret) - start
+        return start, q_len, self._kv_len(gather(refs.seq_lens, request, interpret))
+
+    def len_of(self, refs: BatchRefs, request: Any) -> tuple[Any, Any, Any]:
+        """`lens` of one request."""
+        start = refs.query_start_loc[request]
+        return start, refs.query_start_loc[request + 1] - start, self._kv_len(refs.seq_lens[request])
+
+    def _kv_len(self, seq_len: Any) -> Any:
+        return jnp.minimum(seq_len, self.width * self.block_size)
+
+    def bad_blocks(self, refs: BatchRefs, request: Any, interpret: Interpreter | None) -> tuple[Any, Any]:
+        """Which of the first blocks of a request's row are out of the cache's range, and their columns.
+
+        They are looked up before the request's length is known, so that nothing waits for them.
+        """
+        column = indices(min(whole(self.width), MOST_AT_ONCE))
+        return self._bad(refs, request, column, interpret), column
+
+    def damaged(
+        self, refs: BatchRefs, request: Any, kv_len: Any, first: tuple[Any, Any], interpret: Interpreter | None
+    ) -> Any:
+        """1 where a block that holds the request's tokens is out of range, else 0; see `damaged_requests`.
+
+        Args:
+          first: what `bad_blocks` gave.
+        """
+        bad, column = first
+
+        def used(bad: Any, column: Any) -> Any:
+            return jnp.where(column * self.block_size < kv_len, bad, 0)
+
+        def look_up(i: Any, found: Any) -> Any:
+            further = column + i * column.shape[0]
+            return found | used(self._bad(refs, request, further, interpret), further)
+
+        found, blocks = used(bad, column), ceil_div(jnp.maximum(kv_len, 0), self.block_size)
+        if self.width > column.shape[0]:
+            found = lax.fori_loop(1, ceil_div(blocks, column.shape[0]), look_up, found)
+        return jnp.minimum(jnp.sum(found), 1)
+
+    def _bad(self, refs: BatchRefs, request: Any, column: Any, interpret: Interpreter | None) -> Any:
+        block = gather(refs.block_table.at[request], jnp.minimum(column, self.width - 1), interpret)
+        return jnp.where((block < 0) | (block >= self.num_blocks), 1, 0)

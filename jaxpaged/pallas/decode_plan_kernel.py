@@ -1,0 +1,157 @@
+"""The plan of decode by one kernel, which unlike XLA's program can be launched on any stream and captured in a graph.
+
+The arrays are those of `plan_decode`, bit for bit. A CTA a request, and one for the rows of no request: each adds up
+the tiles of all requests by itself, which is faster than waiting for another, and writes its own request's row and the
+ends of those shares that lie in it.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxpaged.metadata.batch import PagedBatch
+from jaxpaged.metadata.kv_cache import KVCache
+from jaxpaged.pallas.batch_dims import BatchDims, BatchRefs
+from jaxpaged.pallas.decode_plan import NUM_FIELDS, Q_LEN, Q_START, DecodePlan, tiles_of_requests
+from jaxpaged.pallas.lanes import WARPGROUP, constant, indices, scatter, whole
+from jaxpaged.pallas.mosaic import Interpreter, kernel
+from jaxpaged.pallas.ranges import ceil_div, div
+from jaxpaged.reference.attention import AttentionOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCut:
+    """How requests are cut into tiles and shares: the arguments of `plan_decode` of the same names."""
+
+    options: AttentionOptions
+    num_tokens: int
+    max_query_len: int
+    tile: int
+    num_shares: int
+    min_tiles: int
+    others_elsewhere: bool
+    batch_invariant: bool
+
+
+def plan_decode_by_kernel(
+    cache: KVCache, batch: PagedBatch, cut: DecodeCut, *, interpret: Interpreter | None
+) -> DecodePlan:
+    """`plan_decode`, without a mask function and with nothing to skip."""
+    num_reqs = batch.num_reqs
+    num_shares = num_reqs if cut.batch_invariant else cut.num_shares
+    requests, shares = kernel(
+        functools.partial(_plan, cut, BatchDims.of(cache, batch), interpret),
+        out_type=[
+            jax.ShapeDtypeStruct((num_reqs + 1, NUM_FIELDS), jnp.int32),
+            jax.ShapeDtypeStruct((num_shares, 4), jnp.int32),
+        ],
+        grid=(num_reqs + 1,),
+        grid_names=("request",),
+        interpret=interpret,
+        kernel_name="paged_decode_plan",
+    )(batch.block_table, batch.seq_lens, batch.query_start_loc)
+    return DecodePlan(requests, shares)
+
+
+MOST_SUMMED = 8 * WARPGROUP
+"""Requests whose tiles are summed at a time."""
+
+
+def _plan(
+    cut: DecodeCut, dims: BatchDims, interpret: Interpreter | None, *refs: Any
+) -> None:
+    """The kernel."""
+    batch, (requests, shares) = BatchRefs(*refs[:3]), refs[3:]
+    me = lax.axis_index("request")
+    # The CTA of the rows of no request looks at the last request's blocks for nothing.
+    first_blocks = dims.bad_blocks(batch, jnp.minimum(me, dims.num_reqs - 1), interpret)
+    begin, total = _sums(cut, dims, batch, me, interpret)
+    size = jnp.maximum(ceil_div(total, cut.num_shares), cut.min_tiles)
+
+    @pl.when(me < dims.num_reqs)
+    def _() -> None:
+        start, q_len, kv_len = dims.len_of(batch, me)
+        short, first_tile, tiles = tiles_of_requests(cut.options, q_len, kv_len, cut.max_query_len, cut.tile)
+        end = begin + tiles
+        if cut.batch_invariant:
+            bounds = (me, me)
+            for column, x in enumerate((me, me, begin, end)):
+                shares[me, column] = x
+        else:
+            bounds = (div(begin, size), jnp.where(end > 0, div(end - 1, size), -1))
+            _write_shares(shares, me, begin, end, size, total, cut.num_shares, interpret)
+        rows = jnp.where(short, q_len, -1) if cut.others_elsewhere else q_len
+        damaged = dims.damaged(batch, me, kv_len, first_blocks, interpret)
+        for column, x in enumerate((begin, tiles, first_tile, kv_len, start, rows, damaged, *bounds)):
+            requests[me, column] = x
+
+    @pl.when(me == dims.num_reqs)
+    def _() -> None:
+        start = batch.query_start_loc[dims.num_reqs]
+        for column in range(NUM_FIELDS):
+            requests[me, column] = jnp.int32(0)
+        requests[me, Q_START] = start
+        requests[me, Q_LEN] = jnp.int32(-1) if cut.others_elsewhere else cut.num_tokens - start
+        if not cut.batch_invariant:
+            _write_empty_shares(shares, dims.num_reqs, size, total, cut.num_shares, interpret)
+
+
+def _sums(cut: DecodeCut, dims: BatchDims, batch: BatchRefs, me: Any, interpret: Interpreter | None) -> tuple[Any, Any]:
+    """Tiles of the requests before one, and of all."""
+    at_once = min(whole(dims.num_reqs), MOST_SUMMED)
+    place = indices(at_once)
+
+    def add(i: Any, sums: tuple[Any, Any]) -> tuple[Any, Any]:
+        request = place + i * at_once
+        known = jnp.minimum(request, dims.num_reqs - 1)
+        _, q_len, kv_len = dims.lens(batch, known, interpret)
+        _, _, tiles = tiles_of_requests(cut.options, q_len, kv_len, cut.max_query_len, cut.tile)
+        tiles = jnp.where(request < dims.num_reqs, tiles, 0)
+        return sums[0] + jnp.where(request < me, tiles, 0), sums[1] + tiles
+
+    zeros = constant(at_once, 0)
+    before, all_of_them = lax.fori_loop(0, pl.cdiv(dims.num_reqs, at_once), add, (zeros, zeros))
+    return jnp.sum(before), jnp.sum(all_of_them)
+
+
+def _bounds(size: Any, total: Any, num_shares: int) -> tuple[Any, Any, Any]:
+    """Vectors of the shares' numbers, and of their first tile and the one after the last."""
+    share = indices(whole(num_shares))
+    lower = jnp.minimum(share * size, total)
+    return share, lower, jnp.minimum(lower + size, total)
+
+
+def _write_shares(
+    shares: Any,
+    request: Any,
+    begin: Any,
+    end: Any,
+    size: Any,
+    total: Any,
+    num_shares: int,
+    interpret: Interpreter | None,
+) -> None:
+    """Write the rows of shares that begin in the tiles [begin, end) of a request, and the last request of those that
+    end in them."""
+    share, lower, upper = _bounds(size, total, num_shares)
+    known, number = share < num_shares, constant(share.shape[0], request)
+    begins = known & (lower >= begin) & (lower < end)
+    ends = known & (upper > begin) & (upper <= end) & (upper > lower)
+    for column, x, chosen in ((0, number, begins), (1, number, ends), (2, lower, begins), (3, upper, begins)):
+        scatter(shares, (share, column), x, chosen, interpret)
+
+
+def _write_empty_shares(
+    shares: Any, num_reqs: int, size: Any, total: Any, num_shares: int, interpret: Interpreter | None
+) -> None:
+    """Write the rows of shares for which no tile is left."""
+    share, lower, upper = _bounds(size, total, num_shares)
+    empty = (share < num_shares) & (lower >= total)
+    n = share.shape[0]
+    for column, x in enumerate((constant(n, num_reqs), constant(n, num_reqs - 1), lower, upper)):
+        scatter(shares, (share, column), x, empty, interpret)
