@@ -253,9 +253,10 @@ def decode(
 
 
 def per_column(x: Any, shape: DecodeShape) -> Any:
-    """Values per query head [.., num_heads] as [.., num_kv_heads, columns] float32, in the order of rows."""
-    if x is None:
-        return None
+    """Values per query head [.., num_heads] as [.., num_kv_heads, columns] float32, in the order of rows; as they are
+    where they have three axes already."""
+    if x is None or x.ndim == 3:
+        return x
     by_group = x.astype(jnp.float32).reshape(-1, shape.dims.num_kv_heads, shape.group)
     rows = jnp.tile(by_group, shape.max_query_len)
     return jnp.pad(rows, [(0, 0), (0, 0), (0, shape.columns - shape.rows)])

@@ -1,0 +1,110 @@
+"""Kernels that Mosaic GPU compiles and launches without XLA, through functions of JAX's CUDA plugin: a private ABI.
+
+Seen to work with jax 0.11.2 and 0.12.0, as in their `jax.experimental.mosaic.gpu.core._compile_as_torch_gpu_kernel`.
+"""
+
+import ctypes
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jaxlib
+
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+KNOWN_VERSIONS = ((0, 11), (0, 12))
+"""Of jaxlib, and so of the plugin; the launch function took a stream and pointers alone until 0.11."""
+SYMBOLS = ("MosaicGpuCompile", "MosaicGpuUnload")
+
+Launch = Callable[[int, bytes], None]
+"""Launches a kernel on a stream, given by its handle; the bytes are the addresses of its buffers, 64 bits each."""
+
+
+class UnavailableError(RuntimeError):
+    """Kernels can't be compiled or launched without XLA here."""
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why kernels can't be compiled and launched here, or None."""
+    try:
+        _library()
+    except UnavailableError as error:
+        return str(error)
+    return None
+
+
+def compile_kernel(module: bytes) -> Launch:
+    """Compile a kernel for the device of the current CUDA context, and load it there for good.
+
+    Args:
+      module: from the backend config of a `mosaic_gpu_v2` custom call.
+
+    Raises:
+      UnavailableError: the plugin is missing or unknown, or can't compile the kernel.
+    """
+    # Imported for what it tells the compiler in the environment: where its runtime library and CUDA's tools are.
+    importlib.import_module("jax.experimental.mosaic.gpu")
+    compiled = _library().MosaicGpuCompile(module, len(module))
+    if not compiled:
+        raise UnavailableError("MosaicGpuCompile failed: is a CUDA device in use, and is it a Hopper GPU?")
+    function, launch, kernel = compiled[0], compiled[1], compiled[2]
+    if not function or not launch:
+        raise UnavailableError("MosaicGpuCompile returned no function to launch")
+    return _launcher(_version(), function, launch, kernel)
+
+
+def _launcher(version: tuple[int, int], function: int, launch: int, kernel: int) -> Launch:
+    """The launch function at an address, as one of a stream and pointers."""
+    pointer, pointers = ctypes.c_void_p, ctypes.c_char_p
+    if version < (0, 12):
+        launch_old: Any = ctypes.CFUNCTYPE(None, pointer, pointer, pointers)(launch)
+        return lambda stream, buffers: launch_old(function, stream, buffers)
+    launch_new: Any = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, pointers, ctypes.c_int)(launch)
+    ordinal = _current_device()
+    return lambda stream, buffers: launch_new(kernel, function, stream, buffers, ordinal)
+
+
+def _version() -> tuple[int, int]:
+    major, minor = jaxlib.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+@functools.cache
+def _library() -> Any:
+    if _version() not in KNOWN_VERSIONS:
+        known = ", ".join(f"{major}.{minor}" for major, minor in KNOWN_VERSIONS)
+        raise UnavailableError(f"how kernels are launched is known for jaxlib {known}, not for {jaxlib.__version__}")
+    for name in PLUGINS:
+        try:
+            plugin = importlib.import_module(name)
+        except ImportError:
+            continue
+        try:
+            library = ctypes.CDLL(str(plugin._get_library_path()))
+            missing = [symbol for symbol in SYMBOLS if not hasattr(library, symbol)]
+        except (AttributeError, OSError) as error:
+            raise UnavailableError(f"the library of {name} can't be loaded: {error}") from error
+        if missing:
+            raise UnavailableError(f"the library of {name} lacks {', '.join(missing)}")
+        library.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
+        library.MosaicGpuCompile.restype = ctypes.POINTER(ctypes.c_void_p)
+        return library
+    raise UnavailableError("JAX's CUDA plugin is not installed: pip install 'jaxpaged[cuda13]' or 'jaxpaged[cuda12]'")
+
+
+def _current_device() -> int:
+    device = ctypes.c_int()
+    error = cuda_driver().cuCtxGetDevice(ctypes.byref(device))
+    if error:
+        raise UnavailableError(f"CUDA has no current context (cuCtxGetDevice returned {error})")
+    return device.value
+
+
+@functools.cache
+def cuda_driver() -> Any:
+    """CUDA's driver library, whose functions return 0 where they succeed."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise UnavailableError(f"there is no CUDA driver: {error}") from error

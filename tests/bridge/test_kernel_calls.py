@@ -1,0 +1,220 @@
+"""Our functions for PyTorch's stream consist of kernels alone, which is read from their StableHLO; needs no GPU."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged import KVCache
+from jaxpaged.bridge import kernel_functions
+from jaxpaged.bridge.kernel_calls import CONFIG_NAMES, KERNEL, GlueError, KernelCalls, kernel_calls
+from jaxpaged.pallas.block_pairs import BlockPairs
+from jaxpaged.pallas.decode_plan import NUM_FIELDS, DecodePlan
+from jaxpaged.pallas.decode_plan_kernel import DecodeCut
+from jaxpaged.pallas.mosaic import kernel
+from jaxpaged.pallas.tuning import gpu_of
+from jaxpaged.reference.attention import AttentionOptions
+
+array = jax.ShapeDtypeStruct
+
+
+def lowered(function: Any, *arguments: Any, **options: Any) -> KernelCalls:
+    traced = jax.jit(functools.partial(function, **options), keep_unused=True).trace(*arguments)
+    return kernel_calls(traced.lower(lowering_platforms=("cuda",)))
+
+
+def cache_of(layout: str = "NHD", dtype: Any = "bfloat16", scales: Any = None, num_kv_heads: int = 2) -> KVCache:
+    return jax.eval_shape(
+        lambda: KVCache.zeros(40, 16, num_kv_heads, 64, dtype, layout=layout, scales=scales),
+    )
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "NHD": {},
+    "HND": {"layout": "HND"},
+    "2NHD": {"layout": "2NHD"},
+    "N2HD": {"layout": "N2HD"},
+    "HN2D": {"layout": "HN2D"},
+    "NH2D": {"layout": "NH2D"},
+    "float32": {"dtype": "float32"},
+    "float8": {"dtype": "float8_e4m3fn"},
+    "float8 by tensor": {"dtype": "float8_e5m2", "scales": "tensor"},
+    "float8 by head": {"dtype": "float8_e4m3fn", "scales": "head"},
+    "int8 by token": {"dtype": "int8", "scales": "token_head"},
+}
+
+
+@pytest.mark.parametrize("words", [(), (2,)], ids=["int32", "int64"])
+@pytest.mark.parametrize("name", CACHES)
+def test_a_write_is_one_kernel_in_place(name: str, words: tuple[int, ...]) -> None:
+    cache = cache_of(**CACHES[name])
+    rows = array((24, 2, 64), jnp.bfloat16)
+    calls = lowered(kernel_functions.write_rows, cache, rows, rows, array((24, *words), jnp.int32))
+    buffers = len(jax.tree.leaves(cache))
+    # Buffers are written, and scales only where tokens have their own.
+    written = {i for i, x in enumerate(jax.tree.leaves(cache)) if x.ndim > 3 or name == "int8 by token"}
+    assert calls.mutated == written
+    assert calls.outputs == tuple(range(buffers))
+    assert (len(calls.calls), calls.results, calls.intermediates, calls.constants) == (1, (), (), {})
+    assert set(calls.calls[0].buffers) == set(range(buffers + 3))
+    assert calls.sizes[buffers] == 24 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("layout", ["NHD", "N2HD"])
+def test_a_copy_sets_aside_and_then_writes_in_place(layout: str) -> None:
+    cache, each = cache_of(layout), array((8,), jnp.int32)
+    calls = lowered(kernel_functions.copy_blocks, cache, BlockPairs(each, each, each, array((), jnp.int32)))
+    buffers = tuple(range(len(jax.tree.leaves(cache))))
+    assert len(calls.calls) == 2
+    assert calls.mutated == set(buffers)
+    assert calls.outputs == buffers
+    aside = calls.calls[0].written
+    assert calls.intermediates == aside
+    assert [calls.sizes[b] for b in aside] == [8 * calls.sizes[b] // 40 for b in buffers]
+    assert set(aside) <= set(calls.calls[1].buffers)
+
+
+def test_a_swap_is_one_kernel() -> None:
+    cache, each = cache_of("N2HD"), array((8,), jnp.int32)
+    calls = lowered(kernel_functions.swap_blocks, cache, cache, BlockPairs(each, each, None, None))
+    assert (len(calls.calls), calls.mutated, calls.outputs) == (1, {1}, (1,))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": (99, 0)},
+    "soft cap": {"soft_cap": 30.0},
+    "not causal": {"causal": False},
+}
+
+
+def decode_calls(
+    options: AttentionOptions, *, slopes: bool = False, sinks: bool = False, num_reqs: int = 4, **given: Any
+) -> tuple[KernelCalls, Any]:
+    cache = cache_of(**given)
+    shape = kernel_functions.decode_shape(
+        cache, query_dtype="bfloat16", num_tokens=num_reqs, num_heads=8, num_reqs=num_reqs, columns=6,
+        max_query_len=1, batch_invariant=False, gpu=gpu_of(),
+    )  # fmt: skip
+    rows = array((num_reqs, 8, 64), jnp.bfloat16)
+    plan = DecodePlan(array((num_reqs + 1, NUM_FIELDS), jnp.int32), array((shape.num_shares, 4), jnp.int32))
+    per_head = array((1, 2, 8), jnp.float32)
+    arguments = (rows, cache, array((num_reqs, 6), jnp.int32), plan, per_head if slopes else None)
+    arguments = (*arguments, per_head if sinks else None, rows)
+    return lowered(kernel_functions.decode, *arguments, options=options, shape=shape), shape
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("layout", ["NHD", "N2HD", "HN2D"])
+def test_decode_is_two_kernels_and_writes_its_output_alone(name: str, layout: str) -> None:
+    calls, shape = decode_calls(AttentionOptions(0.125, **OPTIONS[name]), layout=layout)
+    out = calls.num_inputs - 1
+    assert len(calls.calls) == 2
+    assert calls.mutated == {out}
+    assert calls.outputs == (out,)
+    assert not calls.constants
+    part_out, part_lse, lse = calls.intermediates
+    assert calls.calls[0].written == (part_out, part_lse, lse, out)
+    assert {part_out, part_lse, out} <= set(calls.calls[1].buffers)
+    assert calls.calls[1].written == (out,)
+    assert calls.sizes[part_out] == 2 * shape.num_shares * 2 * 64 * 8 * 4
+
+
+def test_slopes_and_sinks_come_ready() -> None:
+    plain, _ = decode_calls(AttentionOptions(0.125))
+    calls, _ = decode_calls(AttentionOptions(0.125), slopes=True, sinks=True)
+    assert calls.num_inputs == plain.num_inputs + 2
+    slopes, sinks, out = range(calls.num_inputs - 3, calls.num_inputs)
+    decode, combine = calls.calls
+    assert {slopes, sinks, out} <= set(decode.buffers)
+    assert sinks in combine.buffers
+    assert slopes not in combine.buffers
+
+
+def test_only_combine_may_start_early() -> None:
+    """Programmatic dependent launch is an attribute of the kernel's module, and so reaches the launch without XLA."""
+    calls, _ = decode_calls(AttentionOptions(0.125))
+    assert [b"mosaic_gpu.uses_pdl" in call.module for call in calls.calls] == [False, True]
+
+
+def test_a_plan_is_one_kernel() -> None:
+    cut = DecodeCut(AttentionOptions(0.125), 4, 1, 64, 132, 2, False, False)
+    arguments = (cache_of(), array((4, 6), jnp.int32), array((4,), jnp.int32), array((5,), jnp.int32))
+    calls = lowered(kernel_functions.plan_decode, *arguments, cut=cut)
+    assert (len(calls.calls), calls.mutated, calls.intermediates, calls.constants) == (1, set(), (), {})
+    assert calls.num_inputs == 5
+    assert calls.calls[0].buffers[:3] == (2, 3, 4)  # of the cache sizes are enough
+    assert [calls.sizes[b] for b in calls.results] == [5 * NUM_FIELDS * 4, 132 * 4 * 4]
+    assert calls.outputs == calls.results
+
+
+def copied(x: Any, y: Any) -> None:
+    y[...] = x[...]
+
+
+def doubled(x: Any) -> Any:
+    return kernel(copied, interpret=None, out_type=array(x.shape, x.dtype))(x)
+
+
+def in_place(x: Any, y: Any) -> Any:
+    ref = jax.new_ref(y)
+    kernel(copied, interpret=None)(x, ref)
+    return jax.freeze(ref)
+
+
+X = array((128,), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("function", "word"),
+    [
+        (lambda x: doubled(x + 1), "stablehlo.add"),
+        (lambda x: doubled(x) * 2, "stablehlo.multiply"),
+        (lambda x: doubled(x.reshape(2, 64).T.reshape(128)), "stablehlo.transpose"),
+        (lambda x: doubled(x.astype(jnp.float16).astype(jnp.float32)), "stablehlo.convert"),
+        (lambda x: doubled(jax.lax.iota(jnp.float32, 128)), "stablehlo.iota"),
+        (lambda x: doubled(x)[:64], "stablehlo.slice"),
+        (lambda x: jax.lax.cond(x[0] > 0, doubled, lambda x: x, x), "stablehlo.slice"),
+        (lambda x: jnp.zeros(128), "returns a constant"),
+        (lambda x: in_place(x, jnp.zeros(128)), "is a constant"),
+        (lambda x: in_place(x, x), "given twice"),
+        (lambda x: (in_place(doubled(x), x), doubled(x)), "has overwritten"),
+        (lambda x: (in_place(doubled(x), x), x), "has overwritten"),
+    ],
+)
+def test_what_is_no_kernel_is_refused(function: Any, word: str) -> None:
+    with pytest.raises(GlueError, match=word):
+        lowered(function, X)
+
+
+def test_views_constants_and_inner_functions_are_followed() -> None:
+    def function(x: Any) -> Any:
+        ones = jax.jit(doubled)(jnp.full((2, 64), 3, jnp.float32).reshape(128))
+        bits = jax.lax.bitcast_convert_type(jax.jit(doubled)(x), jnp.int32)
+        return ones, bits.reshape(8, 16)
+
+    calls = lowered(function, X)
+    assert len(calls.calls) == 2
+    assert calls.outputs == calls.results
+    ((buffer, constant),) = calls.constants.items()
+    np.testing.assert_array_equal(constant, np.full(128, 3, np.float32))
+    assert sorted(call.buffers[0] for call in calls.calls) == [0, buffer]
+
+
+def test_a_kernels_attributes_are_those_known() -> None:
+    """A change of what Pallas says of a kernel would show here before it shows on a GPU."""
+    traced = jax.jit(doubled).trace(X).lower(lowering_platforms=("cuda",))
+    main = traced.compiler_ir("stablehlo").body.operations[0]
+    (call,) = [op for op in main.regions[0].blocks[0].operations if op.operation.name == "stablehlo.custom_call"]
+    config = call.attributes["mhlo.backend_config"]
+    assert {config[i].name for i in range(len(config))} == CONFIG_NAMES
+    names = {call.attributes[i].name for i in range(len(call.attributes))}
+    assert names == {
+        "api_version", "backend_config", "call_target_name", "called_computations", "has_side_effect",
+        "mhlo.backend_config", "operand_layouts", "output_operand_aliases", "result_layouts",
+    }  # fmt: skip
+    assert call.attributes["call_target_name"].value == KERNEL
+    assert call.attributes["api_version"].value == 1  # 4, in the words of a `backend_config` that is a dictionary
