@@ -6,16 +6,10 @@ from typing import Any
 import torch
 
 from jaxpaged.backends.checks import check_tensors
-from jaxpaged.bridge.torch_cache import TorchCache, valid_pairs, write_kv_
+from jaxpaged.bridge.torch_cache import CACHE_DTYPE_NAMES, TorchCache, stored_dtype, valid_pairs, write_kv_
 from jaxpaged.metadata.checks import check_shape
 from jaxpaged.metadata.layout import KVLayout
 
-_STORED = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-}
 Scale = float | torch.Tensor
 
 
@@ -117,20 +111,11 @@ def engine_cache(
     check_tensors(key_cache=key_cache, value_cache=value_cache)
     if kv_cache_dtype == "auto":
         if key_cache.dtype.itemsize == 1:
-            raise TypeError(f"kv_cache_dtype: a cache of {key_cache.dtype} is not 'auto', expected {_names()}")
+            raise TypeError(f"kv_cache_dtype: a cache of {key_cache.dtype} is not 'auto', expected {CACHE_DTYPE_NAMES}")
         return TorchCache.of(key_cache, value_cache, layout=layout)
     dtype = stored_dtype(kv_cache_dtype)
     check_tensors(**{n: s for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if isinstance(s, torch.Tensor)})
     return TorchCache.of(key_cache, value_cache, layout=layout, k_scale=k_scale, v_scale=v_scale, dtype=dtype)
-
-
-def stored_dtype(kv_cache_dtype: str) -> torch.dtype | None:
-    """The dtype of the numbers in a cache; None for "auto", which is that of the activations."""
-    if kv_cache_dtype == "auto":
-        return None
-    if kv_cache_dtype not in _STORED:
-        raise ValueError(f"kv_cache_dtype: expected 'auto', {_names()}, got {kv_cache_dtype!r}")
-    return _STORED[kv_cache_dtype]
 
 
 def _write(
@@ -147,10 +132,6 @@ def _write(
     check_tensors(key=key, value=value, slot_mapping=slot_mapping)
     cache = engine_cache(key_cache, value_cache, kv_cache_dtype, k_scale, v_scale, layout)
     write_kv_(cache, key, value, slot_mapping)
-
-
-def _names() -> str:
-    return ", ".join(map(repr, _STORED))
 
 
 def _check_blocks(name: str, cache: torch.Tensor) -> None:

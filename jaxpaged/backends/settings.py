@@ -8,9 +8,9 @@ import torch
 
 from jaxpaged.backends.attention_type import AttentionType
 from jaxpaged.backends.block_sparse import BlockSparseMask
-from jaxpaged.backends.cache_functions import stored_dtype
 from jaxpaged.backends.checks import check_slopes, check_tensors, checked_scale, checked_soft_cap
 from jaxpaged.backends.padded_calls import Options
+from jaxpaged.bridge.torch_cache import stored_dtype
 from jaxpaged.metadata.checks import check_positive
 
 

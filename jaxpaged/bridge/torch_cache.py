@@ -17,6 +17,14 @@ from jaxpaged.metadata.layout import CacheDims, KVLayout, Which
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTIZED_DTYPES = (*FLOAT8_DTYPES, torch.int8)
+_STORED = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+CACHE_DTYPE_NAMES = ", ".join(map(repr, _STORED))
+"""What engines call the dtypes of 8-bit caches."""
 Scale = float | torch.Tensor | None
 _INT8_MAX = 127.0
 _WHICH: tuple[Which, Which] = ("key", "value")
@@ -143,6 +151,21 @@ def swap_blocks_(src: TorchCache, dst: TorchCache, src_to_dst: torch.Tensor) -> 
             source_scale, target_scale = src.scale(which), dst.scale(which)
             if source_scale is not None and target_scale is not None and source_scale.ndim == 3:
                 target_scale[pairs[:, 1]] = source_scale[pairs[:, 0]]
+
+
+def swap_tensor_(src: torch.Tensor, dst: torch.Tensor, src_to_dst: torch.Tensor) -> None:
+    """`swap_blocks_` for tensors [num_blocks, ...], whatever a block holds; `src` and `dst` may be one tensor."""
+    _check_tensors(src=src, dst=dst)
+    if src.ndim == 0:
+        raise ValueError("src: expected shape [num_blocks, ...], got []")
+    check_shape("dst", dst.shape, ("num_blocks", *src.shape[1:]))
+    if src.dtype != dst.dtype:
+        raise TypeError(f"dst: expected {src.dtype}, the dtype of src, got {dst.dtype}")
+    pairs = valid_pairs(src_to_dst, src.shape[0], dst.shape[0])
+    if src.dtype in FLOAT8_DTYPES:  # torch can't index float8
+        src, dst = src.view(torch.uint8), dst.view(torch.uint8)
+    with torch.no_grad():
+        dst[pairs[:, 1]] = src[pairs[:, 0]]
 
 
 def valid_pairs(src_to_dst: torch.Tensor, num_src: int, num_dst: int) -> torch.Tensor:
@@ -275,6 +298,15 @@ def _check_tensors(**tensors: Any) -> None:
         if x.device.type != "cpu":
             raise ValueError(f"{name}: expected a tensor on the CPU, got one on {x.device}")
         refuse_grad(x, name)
+
+
+def stored_dtype(kv_cache_dtype: str) -> torch.dtype | None:
+    """The dtype of the numbers in a cache, by an engine's name; None for "auto", which is that of the activations."""
+    if kv_cache_dtype == "auto":
+        return None
+    if kv_cache_dtype not in _STORED:
+        raise ValueError(f"kv_cache_dtype: expected 'auto', {CACHE_DTYPE_NAMES}, got {kv_cache_dtype!r}")
+    return _STORED[kv_cache_dtype]
 
 
 def check_ints(name: str, x: torch.Tensor) -> None:

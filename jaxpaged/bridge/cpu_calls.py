@@ -1,0 +1,147 @@
+"""The operators of `torch_ops.py` for tensors on the CPU: PyTorch writes the caches, JAX's reference computes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from jaxpaged.attention import paged_attention
+from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_cut, decode_shapes
+from jaxpaged.bridge.dlpack import share_kv_cache, to_numpy, to_torch
+from jaxpaged.bridge.plan_calls import Plan
+from jaxpaged.bridge.torch_cache import TorchCache, stored_dtype, swap_tensor_, write_kv_
+from jaxpaged.metadata.batch import PagedBatch
+from jaxpaged.pallas import decode_plan as field
+
+
+def write_on_cpu(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    """See `write_calls.write_on_gpu`; of tokens that share a slot the last is kept."""
+    dtype = stored_dtype(kv_cache_dtype)
+    if dtype is None:
+        cache = TorchCache.of(key_cache, value_cache)
+    else:
+        cache = TorchCache.of(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale, dtype=dtype)
+    write_kv_(cache, key, value, slot_mapping)
+
+
+def copy_on_cpu(
+    key_caches: Sequence[torch.Tensor], value_caches: Sequence[torch.Tensor], block_mapping: torch.Tensor
+) -> None:
+    """See `copy_calls.copy_on_gpu`."""
+    if len(key_caches) != len(value_caches):
+        raise ValueError(f"value_caches: expected {len(key_caches)} layers, as in key_caches, got {len(value_caches)}")
+    for cache in (*key_caches, *value_caches):
+        swap_tensor_(cache, cache, block_mapping)
+
+
+def swap_on_cpu(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor) -> None:
+    """See `copy_calls.swap_on_gpu`."""
+    swap_tensor_(src, dst, block_mapping)
+
+
+def plan_on_cpu(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    batch_invariant: bool,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    soft_cap: float,
+) -> Plan:
+    """See `decode_calls.plan_on_gpu`; the workspace is empty."""
+    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
+    found = decode_shapes(query, key_cache, value_cache, block_table, max_query_len, batch_invariant, scores)
+    cut = decode_cut(found, query.shape[0], batch_invariant)
+    lens, starts = (x.detach().numpy() for x in (seq_lens, query_start_loc))
+    batch = PagedBatch(np.ascontiguousarray(block_table.numpy()), lens, starts, None, max_query_len)
+    with _on_cpu():
+        plan = field.plan_decode(
+            found.cache.cache,
+            jax.tree.map(jax.numpy.asarray, batch),
+            found.options,
+            num_tokens=cut.num_tokens,
+            num_heads=query.shape[1],
+            max_query_len=max_query_len,
+            tile=cut.tile,
+            num_shares=cut.num_shares,
+            min_tiles=cut.min_tiles,
+            others_elsewhere=False,
+            batch_invariant=batch_invariant,
+        )
+    requests, shares = (torch.from_numpy(np.array(x)) for x in (plan.requests, plan.shares))
+    return requests, shares, torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def decode_on_cpu(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    requests: torch.Tensor,
+    shares: torch.Tensor,
+    workspace: torch.Tensor,
+    slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    max_query_len: int,
+    batch_invariant: bool,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    soft_cap: float,
+    out: torch.Tensor,
+) -> None:
+    """See `decode_calls.decode_on_gpu`."""
+    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
+    found = decode_shapes(query, key_cache, value_cache, block_table, max_query_len, batch_invariant, scores)
+    group, num_reqs = found.shape.group, block_table.shape[0]
+    by_head = [None if x is None else x[..., :group].reshape(-1, query.shape[1]) for x in (slopes, sinks)]
+    rows = requests.detach().numpy()
+    with _on_cpu():
+        result = paged_attention(
+            to_numpy(query.contiguous()),
+            share_kv_cache(key_cache, value_cache),
+            PagedBatch(
+                jax.numpy.asarray(np.ascontiguousarray(block_table.numpy())),
+                jax.numpy.asarray(rows[:num_reqs, field.KV_LEN]),
+                jax.numpy.asarray(rows[: num_reqs + 1, field.Q_START]),
+                None,
+                max_query_len,
+            ),
+            scale=scale,
+            causal=causal,
+            window=found.options.window,
+            soft_cap=found.options.soft_cap,
+            alibi_slopes=None if by_head[0] is None else _one_or_each(by_head[0].numpy()),
+            sinks=None if by_head[1] is None else by_head[1][0].numpy(),
+            batch_invariant=batch_invariant,
+            implementation="reference",
+        )
+        jax.block_until_ready(result)
+    out.copy_(to_torch(result))
+
+
+def _one_or_each(slopes: np.ndarray) -> np.ndarray:
+    """Slopes [num_heads] where all requests have the same, else as they are."""
+    return slopes[0] if len(slopes) == 1 else slopes
+
+
+def _on_cpu() -> Any:
+    return jax.default_device(jax.local_devices(backend="cpu")[0])

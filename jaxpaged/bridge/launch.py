@@ -1,0 +1,217 @@
+"""Our kernels on PyTorch's own memory and stream: no XLA executable, no DLPack, no word from the GPU to the host.
+
+A JAX function that consists of kernels alone (`kernel_functions.py`) is compiled once for each set of shapes, dtypes
+and options and each device. Launching it takes a stream and addresses. So PyTorch's rules hold as for its own kernels:
+work is ordered by the stream, a CUDA graph captures it, and memory may be freed right after the call.
+"""
+
+import ctypes
+import struct
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jaxpaged.bridge.kernel_calls import KernelCalls, kernel_calls
+from jaxpaged.bridge.mosaic_abi import Launch, UnavailableError, compile_kernel, cuda_driver, unavailable
+from jaxpaged.bridge.process import OncePerThread, forget_after_fork, refuse_after_fork
+from jaxpaged.pallas.tuned_file import packaged
+from jaxpaged.pallas.tuning import Gpu
+
+ALIGNMENT = 16
+"""Bytes: where buffers that TMA reads and writes may begin."""
+_WORKSPACE_ALIGNMENT = 256
+_programs: dict[Any, "Program"] = {}
+_lowered: dict[Any, KernelCalls] = {}
+_compiling = threading.RLock()
+_thread = OncePerThread()
+_current_device: Callable[[], int] = torch._C._cuda_getDevice if hasattr(torch._C, "_cuda_getDevice") else lambda: -1
+_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+
+
+class Program:
+    """The compiled kernels of a function, in order.
+
+    Attributes:
+      calls: what is launched.
+      launches: how, kernel by kernel.
+      device: index of the CUDA device.
+      offsets: of intermediate buffers in the workspace, by buffer.
+      workspace_bytes: of memory for what one kernel leaves to the next.
+      constants: tensors on the device, by buffer.
+    """
+
+    def __init__(self, calls: KernelCalls, launches: Sequence[Launch], device: int):
+        self.calls, self.launches, self.device = calls, tuple(launches), device
+        self.offsets, self.workspace_bytes = offsets_in_workspace(calls)
+        self.constants = {buffer: torch.from_numpy(x).to(_device(device)) for buffer, x in calls.constants.items()}
+
+    def bind(
+        self, *arguments: int, workspace: int | None = None, results: Sequence[int] = ()
+    ) -> Callable[[tuple[int, ...]], None]:
+        """A function that launches the program on the device's current stream, given a tuple of addresses.
+
+        It may be called from many threads at once.
+
+        Args:
+          arguments: for each leaf of the function's arguments its place in the tuple.
+          workspace: the place of the workspace, needed where there is one.
+          results: the places of results that are no arguments.
+        """
+        calls = self.calls
+        if len(arguments) != calls.num_inputs or len(results) != len(calls.results):
+            raise ValueError(
+                f"arguments, results: expected {calls.num_inputs} and {len(calls.results)} places, "
+                f"got {len(arguments)} and {len(results)}"
+            )
+        if self.workspace_bytes and workspace is None:
+            raise ValueError(f"workspace: expected the place of {self.workspace_bytes} bytes, got None")
+        places = [*arguments, *results, *([] if workspace is None else [workspace])]
+        return _Bound(self, dict(enumerate(arguments)) | dict(zip(calls.results, results, strict=True)), places)
+
+
+class _Bound:
+    """A program whose addresses come in a certain order; see `Program.bind`."""
+
+    def __init__(self, program: Program, places: dict[int, int], given: list[int]):
+        self._program, self._device = program, program.device
+        self._workspace = given[-1] if program.workspace_bytes else -1
+        self._offsets = tuple(program.offsets.values())
+        self._constants = tuple(x.data_ptr() for x in program.constants.values())
+        first = 1 + max(given)  # the program's own addresses come after those given
+        own = (*program.offsets, *program.constants)
+        places = places | {buffer: first + i for i, buffer in enumerate(own)}
+        self._num_given = first
+        self._steps = tuple(
+            (launch, _picker([places[b] for b in call.buffers]), struct.Struct(f"{len(call.buffers)}Q").pack)
+            for launch, call in zip(program.launches, program.calls.calls, strict=True)
+        )
+
+    def __call__(self, addresses: tuple[int, ...]) -> None:
+        device = self._device
+        if _current_device() != device:
+            with torch.cuda.device(device):
+                return self._launch(_stream_of(device), addresses)
+        return self._launch(_stream_of(device), addresses)
+
+    def _launch(self, stream: int, addresses: tuple[int, ...]) -> None:
+        if not _thread.prepared:
+            _prepare_thread(self._device)
+        if self._offsets or self._constants:
+            base = addresses[self._workspace]
+            own = [base + offset for offset in self._offsets]
+            addresses = (*addresses[: self._num_given], *own, *self._constants)
+        for launch, pick, pack in self._steps:
+            launch(stream, pack(*pick(addresses)))
+
+
+def program(function: Callable[..., Any], *arguments: Any, device: int, **options: Any) -> Program:
+    """The compiled program of a function of `kernel_functions.py`, made at the first call.
+
+    Args:
+      arguments: pytrees of `jax.ShapeDtypeStruct`.
+      device: index of the CUDA device.
+      options: hashable.
+
+    Raises:
+      GlueError: the function does something besides launching kernels.
+      UnavailableError: kernels can't be compiled here.
+      RuntimeError: in a child of a fork.
+    """
+    name = (*_name(function, arguments, options), device)
+    found = _programs.get(name)
+    if found is None:
+        refuse_after_fork()
+        with _compiling:
+            found = _programs.get(name)
+            if found is None:
+                found = _programs[name] = _compiled(function, arguments, options, device)
+    return found
+
+
+def lowered_calls(function: Callable[..., Any], *arguments: Any, **options: Any) -> KernelCalls:
+    """What the program of a function will launch; needs no GPU."""
+    name = _name(function, arguments, options)
+    if name not in _lowered:
+        traced = jax.jit(lambda *arrays: function(*arrays, **options), keep_unused=True).trace(*arguments)
+        _lowered[name] = kernel_calls(traced.lower(lowering_platforms=("cuda",)))
+    return _lowered[name]
+
+
+def offsets_in_workspace(calls: KernelCalls) -> tuple[dict[int, int], int]:
+    """Where in a workspace the intermediate buffers lie, by buffer, and its size, in bytes."""
+    offsets, end = {}, 0
+    for buffer in calls.intermediates:
+        offsets[buffer] = end
+        end += -(-calls.sizes[buffer] // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+    return offsets, end
+
+
+def _name(function: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Any:
+    leaves, tree = jax.tree.flatten(arguments)
+    shapes = tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in leaves)
+    return function, tree, shapes, tuple(sorted(options.items()))
+
+
+def _compiled(function: Callable[..., Any], arguments: Any, options: dict[str, Any], device: int) -> Program:
+    reason = unavailable()
+    if reason is not None:
+        raise UnavailableError(reason)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{function.__name__} was not compiled yet for these shapes, and can't be while a CUDA graph is captured: "
+            f"call it once before, or warm it up"
+        )
+    calls = lowered_calls(function, *arguments, **options)
+    with torch.cuda.device(device):
+        _prepare_thread(device)
+        return Program(calls, [compile_kernel(call.module) for call in calls.calls], device)
+
+
+def _device(index: int) -> torch.device:
+    """By the index that `get_device` gives, which is -1 on the CPU."""
+    return torch.device("cpu") if index < 0 else torch.device("cuda", index)
+
+
+def gpu(device: torch.device) -> Gpu:
+    """What kernels for a device of PyTorch's are compiled for; the default GPU for the CPU."""
+    if device.type != "cuda":
+        return packaged().gpu(None)
+    properties = torch.cuda.get_device_properties(device)
+    return packaged().gpu(properties.name, properties.multi_processor_count)
+
+
+_warned: set[str] = set()
+
+
+def warn_once(reason: str) -> None:
+    """Say why another path serves, once a reason."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"jaxpaged's kernels can't run on PyTorch's stream: {reason}", RuntimeWarning, stacklevel=3)
+
+
+def _picker(places: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    if len(places) == 1:
+        (place,) = places
+        return lambda pointers: (pointers[place],)
+    return itemgetter(*places)
+
+
+def _prepare_thread(device: int) -> None:
+    """CUDA's runtime makes a context current in a thread with its first call there; kernels need that before."""
+    driver = cuda_driver()
+    context = ctypes.c_void_p()
+    if driver.cuCtxGetCurrent(ctypes.byref(context)) or not context:
+        errors = [driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), driver.cuCtxSetCurrent(context)]
+        if any(errors):
+            raise RuntimeError(f"CUDA device {device}: its context can't be made current (errors {errors})")
+    _thread.prepared = True
+
+
+forget_after_fork(_programs.clear)

@@ -1,0 +1,109 @@
+"""`torch.ops.jaxpaged`: the kernels as operators of PyTorch, for tensors of a GPU, and the same for the CPU.
+
+Their schemas say what is written, so `torch.compile` keeps them in order without a copy of a cache. They are registered
+with a `Library` and not with `custom_op`, whose wrappers in Python take longer than a launch.
+
+On a GPU they run on the current stream (`launch.py`), and can be captured in a CUDA graph once they were called, or
+warmed up, for such shapes. Where kernels can't be launched, a warning says so once, and what `set_fallback` was given
+serves.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from jaxpaged.bridge.copy_calls import copy_on_gpu, swap_on_gpu
+from jaxpaged.bridge.cpu_calls import copy_on_cpu, decode_on_cpu, plan_on_cpu, swap_on_cpu, write_on_cpu
+from jaxpaged.bridge.decode_calls import decode_on_gpu
+from jaxpaged.bridge.decode_shapes import ScoreOptions, plan_sizes
+from jaxpaged.bridge.launch import warn_once
+from jaxpaged.bridge.mosaic_abi import unavailable
+from jaxpaged.bridge.plan_calls import plan_on_gpu
+from jaxpaged.bridge.process import leave_memory_to_torch
+from jaxpaged.bridge.write_calls import write_on_gpu
+
+_SCORES = "float scale, bool causal, int window_left, int window_right, float soft_cap"
+_SCHEMAS = {
+    "reshape_and_cache": (
+        "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+        "str kv_cache_dtype, Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()"
+    ),
+    "copy_blocks": "(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()",
+    "swap_blocks": "(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()",
+    "plan_decode": (
+        "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, "
+        f"Tensor query_start_loc, int max_query_len, bool batch_invariant, {_SCORES}) -> (Tensor, Tensor, Tensor)"
+    ),
+    "decode": (
+        "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor requests, Tensor shares, "
+        f"Tensor(a!) workspace, Tensor? slopes, Tensor? sinks, int max_query_len, bool batch_invariant, {_SCORES}, "
+        "Tensor(b!) out) -> ()"
+    ),
+}
+_ON_GPU: dict[str, Callable[..., Any]] = {
+    "reshape_and_cache": write_on_gpu,
+    "copy_blocks": copy_on_gpu,
+    "swap_blocks": swap_on_gpu,
+    "plan_decode": plan_on_gpu,
+    "decode": decode_on_gpu,
+}
+_ON_CPU: dict[str, Callable[..., Any]] = {
+    "reshape_and_cache": write_on_cpu,
+    "copy_blocks": copy_on_cpu,
+    "swap_blocks": swap_on_cpu,
+    "plan_decode": plan_on_cpu,
+    "decode": decode_on_cpu,
+}
+_fallbacks: dict[str, Callable[..., Any]] = {}
+_library = torch.library.Library("jaxpaged", "DEF")
+
+
+def set_fallback(name: str, function: Callable[..., Any] | None) -> None:
+    """What serves an operator on a GPU where kernels can't be launched on PyTorch's stream; None for nothing.
+
+    Args:
+      name: of the operator.
+      function: takes the operator's arguments, and keeps to the order of the current stream.
+    """
+    if name not in _SCHEMAS:
+        raise ValueError(f"name: expected one of {', '.join(_SCHEMAS)}, got {name!r}")
+    if function is None:
+        _fallbacks.pop(name, None)
+    else:
+        _fallbacks[name] = function
+
+
+def _fallback(name: str, reason: str) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        warn_once(reason)
+        if name not in _fallbacks:
+            raise NotImplementedError(f"{name}: {reason}")
+        return _fallbacks[name](*args)
+
+    return call
+
+
+def _fake_plan(query: Any, key_cache: Any, value_cache: Any, block_table: Any, *others: Any) -> Any:
+    # How caches are strided makes no difference to a plan, and can't be read off tensors that have no memory.
+    key_cache, value_cache = (x.new_empty([int(n) for n in x.shape]) for x in (key_cache, value_cache))
+    _, _, max_query_len, batch_invariant, *scores = others
+    how = (max_query_len, batch_invariant, ScoreOptions(*scores))
+    requests, shares, workspace = plan_sizes(query, key_cache, value_cache, block_table, *how)
+    integers = (block_table.new_empty(size, dtype=torch.int32) for size in (requests, shares))
+    return *integers, block_table.new_empty(workspace, dtype=torch.uint8)
+
+
+def _register() -> None:
+    reason = unavailable() if torch.cuda.is_available() else None
+    for name, schema in _SCHEMAS.items():
+        _library.define(name + schema)
+        _library.impl(name, _ON_GPU[name] if reason is None else _fallback(name, reason), "CUDA")
+        _library.impl(name, _ON_CPU[name], "CPU")
+        fake = _fake_plan if name == "plan_decode" else lambda *args: None
+        torch.library.register_fake(f"jaxpaged::{name}", fake, lib=_library)
+
+
+if torch.cuda.is_available():
+    leave_memory_to_torch()
+_register()

@@ -1,0 +1,368 @@
+"""From an engine's tensors to launches: which addresses go where, what is refused; kernels are recorded, not run."""
+
+import contextlib
+import os
+import struct
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from jaxpaged.bridge import launch, process, torch_ops, write_calls
+from jaxpaged.bridge.copy_calls import block_pairs, copy_on_gpu, swap_on_gpu
+from jaxpaged.bridge.decode_calls import by_column, decode_on_gpu
+from jaxpaged.bridge.kernel_functions import copy_blocks
+from jaxpaged.bridge.mosaic_abi import UnavailableError
+from jaxpaged.bridge.plan_calls import plan_on_gpu
+from jaxpaged.bridge.write_calls import pieces, warm_up_writes, write_on_gpu
+from jaxpaged.pallas.block_pairs import BlockPairs
+from jaxpaged.pallas.block_pairs import block_pairs as numpy_pairs
+from jaxpaged.pallas.decode import per_column
+from jaxpaged.pallas.mosaic import kernel
+
+STREAM = 77
+
+
+class Recorder:
+    """Kernels that say what they are launched with."""
+
+    def __init__(self) -> None:
+        self.modules: list[bytes] = []
+        self.launches: list[tuple[int, tuple[int, ...]]] = []
+
+    def compile(self, module: bytes) -> Any:
+        self.modules.append(module)
+        number = len(self.modules) - 1
+
+        def run(stream: int, pointers: bytes) -> None:
+            assert stream == STREAM
+            self.launches.append((number, struct.unpack(f"{len(pointers) // 8}Q", pointers)))
+
+        return run
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """Within it tensors of the CPU, whose device has the index -1, pass for a GPU's."""
+    found = Recorder()
+    monkeypatch.setattr(launch, "compile_kernel", found.compile)
+    monkeypatch.setattr(launch, "unavailable", lambda: None)
+    monkeypatch.setattr(launch, "_current_device", lambda: -1)
+    monkeypatch.setattr(launch, "_stream_of", lambda device: STREAM)
+    monkeypatch.setattr(launch, "_prepare_thread", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    forget()
+    yield found
+    forget()
+
+
+def forget() -> None:
+    for forget_all in process._forgotten:
+        forget_all()
+
+
+def caches(layout: str = "NHD", num_blocks: int = 40, dtype: Any = torch.bfloat16) -> Any:
+    numbers = torch.zeros(2, num_blocks, 16, 2, 64, dtype=dtype)
+    if layout == "N2HD":
+        return numbers.transpose(0, 1).contiguous().unbind(1)
+    if layout == "HND":
+        return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in numbers)
+    return numbers.unbind(0)
+
+
+def rows(n: int, heads: int = 2) -> torch.Tensor:
+    return torch.zeros(n, heads, 64, dtype=torch.bfloat16)
+
+
+def address(*tensors: torch.Tensor) -> tuple[int, ...]:
+    return tuple(x.data_ptr() for x in tensors)
+
+
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_a_write_gets_the_tensors_own_memory(recorder: Recorder, slot_dtype: Any) -> None:
+    (k_cache, v_cache), key, value = caches(), rows(8), rows(8)
+    slots = torch.arange(8, dtype=slot_dtype)
+    for _ in range(2):
+        write_on_gpu(key, value, k_cache, v_cache, slots, "auto", None, None)
+    once = (0, (*address(key, value, slots, k_cache, v_cache), *address(k_cache, v_cache)))
+    assert recorder.launches == [once, once]
+    assert len(recorder.modules) == 1
+
+
+def test_views_of_one_buffer_go_as_that_buffer(recorder: Recorder) -> None:
+    k_cache, v_cache = caches("N2HD")
+    key, slots = rows(8), torch.arange(8)
+    write_on_gpu(key, key, k_cache, v_cache, slots, "auto", None, None)
+    assert recorder.launches == [(0, (*address(key, key, slots, k_cache), *address(k_cache)))]
+    elsewhere, _ = caches("N2HD")
+    with pytest.raises(ValueError, match=r"value_cache: expected to begin 4096 bytes after key_cache"):
+        write_on_gpu(key, key, elsewhere, v_cache, slots, "auto", None, None)
+    assert len(recorder.launches) == 1
+
+
+def test_scales_are_read_or_renewed(recorder: Recorder) -> None:
+    k_cache, v_cache = caches(dtype=torch.float8_e4m3fn)
+    key, slots, scale = rows(8), torch.arange(8), torch.ones(2, 1)
+    write_on_gpu(key, key, k_cache, v_cache, slots, "fp8", scale[0], scale[1])
+    ((_, got),) = recorder.launches
+    assert {*address(*scale)} < set(got)
+    recorder.launches.clear()
+    integers = [x.view(torch.int8) for x in (k_cache, v_cache)]
+    each = torch.ones(2, 40, 16, 2)
+    write_on_gpu(key, key, *integers, slots, "int8", each[0], each[1])
+    ((_, got),) = recorder.launches
+    assert got[-4:].count(each[0].data_ptr()) == got[-4:].count(each[1].data_ptr()) == 1
+
+
+def test_other_sizes_are_written_by_two_launches(recorder: Recorder) -> None:
+    k_cache, v_cache = caches()
+    key, value, slots = rows(23), rows(23), torch.arange(23)
+    write_on_gpu(key, value, k_cache, v_cache, slots, "auto", None, None)
+    first, second = (got[:3] for _, got in recorder.launches)
+    row = 2 * 64 * 2
+    assert first == address(key, value, slots)
+    assert second == (key.data_ptr() + 15 * row, value.data_ptr() + 15 * row, slots.data_ptr() + 15 * 8)
+    recorder.launches.clear()
+    warm_up_writes([23], key, value, k_cache, v_cache, slots, "auto", None, None)
+    assert recorder.launches == []
+    write_on_gpu(key, value, k_cache, v_cache, slots, "auto", None, None)
+    assert [got[:3] for _, got in recorder.launches] == [address(key, value, slots)]
+
+
+def test_pieces_cover_all_tokens_with_few_sizes() -> None:
+    sizes = set()
+    for n in range(1, 3000):
+        found = pieces(n)
+        sizes |= {size for _, size in found}
+        assert {t for first, size in found for t in range(first, first + size)} == set(range(n))
+        assert sum(size for _, size in found) <= 1.34 * n + 1
+        assert len(found) <= 2
+    assert sizes == {2**i for i in range(12)}
+    assert pieces(0) == []
+    assert pieces(23, {23}) == [(0, 23)]
+
+
+def test_fewer_slots_than_tokens_write_the_first_ones(recorder: Recorder) -> None:
+    k_cache, v_cache = caches()
+    key, slots = rows(9), torch.arange(4)
+    write_on_gpu(key, key, k_cache, v_cache, slots, "auto", None, None)
+    write_on_gpu(key, key, k_cache, v_cache, slots[:0], "auto", None, None)
+    assert [got[0] for _, got in recorder.launches] == [key.data_ptr()]
+
+
+def test_rows_with_gaps_are_copied_and_caches_never(recorder: Recorder) -> None:
+    k_cache, v_cache = caches("HND")
+    qkv, slots = rows(8, 12), torch.arange(8)
+    write_on_gpu(qkv[:, 8:10], qkv[:, 10:], k_cache, v_cache, slots, "auto", None, None)
+    ((_, got),) = recorder.launches
+    assert got[2:] == (*address(slots, k_cache, v_cache), *address(k_cache, v_cache))
+    assert got[0] != qkv[:, 8:10].data_ptr()
+
+
+MISALIGNED = rows(9).view(-1)[4:1028].view(8, 2, 64)
+BAD_WRITES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "key dtype": (TypeError, "key: a cache of bfloat16", {"key": rows(8).half(), "value": rows(8).half()}),
+    "value dtype": (TypeError, "value: expected torch.bfloat16", {"value": rows(8).float()}),
+    "key shape": (ValueError, "key: expected shape", {"key": rows(8, 3)}),
+    "value shape": (ValueError, "value: expected shape", {"value": rows(7)}),
+    "slots dtype": (TypeError, "slot_mapping: expected", {"slot_mapping": torch.zeros(8)}),
+    "slots shape": (ValueError, "slot_mapping: expected shape", {"slot_mapping": torch.zeros(8, 1, dtype=torch.int32)}),
+    "slots stride": (ValueError, "slot_mapping: expected slots side by side", {"slot_mapping": torch.arange(16)[::2]}),
+    "8 bits as auto": (TypeError, "kv_cache_dtype", dict.fromkeys(("key_cache", "value_cache"), caches()[0].char())),
+    "unknown dtype": (ValueError, "kv_cache_dtype: expected 'auto'", {"kv_cache_dtype": "fp4"}),
+    "another dtype": (TypeError, "key_cache: expected torch.float8_e4m3fn", {"kv_cache_dtype": "fp8"}),
+    "cache stride": (ValueError, "strides", {"key_cache": caches()[0][:, ::2], "value_cache": caches()[1][:, ::2]}),
+    "value cache": (ValueError, "value_cache: num_blocks", {"value_cache": caches(num_blocks=20)[1]}),
+    "device": (ValueError, "slot_mapping: expected a tensor on cpu", {"slot_mapping": torch.arange(8, device="meta")}),
+    "grad": (ValueError, "key: it requires grad", {"key": rows(8).requires_grad_()}),
+    "address": (ValueError, "key: expected memory from a multiple of 16", {"key": MISALIGNED}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_WRITES)
+def test_what_does_not_fit_is_refused(recorder: Recorder, name: str) -> None:
+    error, words, given = BAD_WRITES[name]
+    arguments = {"key": rows(8), "value": rows(8), "key_cache": caches()[0], "value_cache": caches()[1]}
+    arguments |= {"slot_mapping": torch.arange(8), "kv_cache_dtype": "auto", "k_scale": None, "v_scale": None}
+    with pytest.raises(error, match=words):
+        write_on_gpu(**{**arguments, **given})
+    assert recorder.launches == []
+
+
+SCORES = (0.125, True, -1, -1, 0.0)
+
+
+def test_a_step_goes_by_the_plans_memory(recorder: Recorder) -> None:
+    (k_cache, v_cache), query, out = caches(), rows(3, 8), rows(3, 8)
+    table, lens, starts = torch.zeros(3, 6, dtype=torch.int32), torch.ones(3).int(), torch.arange(4).int()
+    requests, shares, workspace = plan_on_gpu(query, k_cache, v_cache, table, lens, starts, 1, False, *SCORES)
+    assert recorder.launches == [(0, address(table, lens, starts, requests, shares))]
+    sinks = by_column(torch.zeros(8), num_kv_heads=2, max_query_len=1)
+    workspace = torch.empty(1 << 25, dtype=torch.uint8)
+    decode_on_gpu(query, k_cache, v_cache, table, requests, shares, workspace, None, sinks, 1, False, *SCORES, out)
+    (_, decode), (_, combine) = recorder.launches[1:]
+    read = address(requests, shares, table, query, k_cache, v_cache, sinks, out)
+    assert decode[: len(read)] == read
+    parts = decode[len(read) : -1]
+    base = workspace.data_ptr()
+    assert parts[0] == base
+    assert [x % 256 for x in parts] == [base % 256] * 3
+    assert decode[-1] == out.data_ptr()
+    assert combine == (requests.data_ptr(), *parts[:2], *address(sinks, out), out.data_ptr())
+
+
+def test_a_workspace_that_is_too_small_is_refused(recorder: Recorder) -> None:
+    (k_cache, v_cache), query = caches(), rows(3, 8)
+    table, lens, starts = torch.zeros(3, 6, dtype=torch.int32), torch.ones(3).int(), torch.arange(4).int()
+    requests, shares, _ = plan_on_gpu(query, k_cache, v_cache, table, lens, starts, 1, False, *SCORES)
+    how = (None, None, 1, False, *SCORES, torch.empty_like(query))
+    with pytest.raises(ValueError, match="workspace: expected"):
+        decode_on_gpu(query, k_cache, v_cache, table, requests, shares, torch.empty(16), *how)
+    with pytest.raises(ValueError, match="shares: expected a plan"):
+        decode_on_gpu(query, k_cache, v_cache, table, requests, shares[1:], torch.empty(1 << 25), *how)
+    assert len(recorder.launches) == 1
+
+
+@pytest.mark.parametrize("max_query_len", [1, 3])
+def test_by_column_is_what_the_kernels_make_of_it(max_query_len: int) -> None:
+    class Shape:
+        columns, rows, group = -(-4 * max_query_len // 8) * 8, 4 * max_query_len, 4
+        dims = type("Dims", (), {"num_kv_heads": 2})
+
+    Shape.max_query_len = max_query_len
+    for x in (torch.arange(8.0), torch.arange(24.0).reshape(3, 8)):
+        ours = by_column(x, num_kv_heads=2, max_query_len=max_query_len)
+        expected = per_column(jnp.asarray(x.numpy()), Shape)
+        assert ours.numpy().tolist() == expected.tolist()
+        assert per_column(expected, Shape) is expected
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_pairs_are_those_of_numpy(within: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 3, 8, 30):
+        pairs = torch.randint(-1, 9, (n, 2), generator=generator)
+        ours = block_pairs(pairs, 8, 8, within=within)
+        expected = numpy_pairs(pairs.numpy(), 8, 8, within=within)
+        assert ours.target[:n].tolist() == expected.target.tolist()
+        assert (ours.target[n:] == -1).all()
+        kept = expected.target >= 0
+        assert ours.source[:n].numpy()[kept].tolist() == expected.source[kept].tolist()
+        if within and expected.overwritten is not None:
+            assert ours.overwritten[:n].tolist() == expected.overwritten.tolist()
+            assert int(ours.any_overwritten) == expected.any_overwritten
+
+
+def test_copies_take_a_layers_blocks_whole(recorder: Recorder) -> None:
+    layers = [caches("NHD"), caches("N2HD"), caches("HND")]
+    pairs = torch.tensor([[1, 2], [2, 3], [-1, 5]])
+    copy_on_gpu([k for k, _ in layers], [v for _, v in layers], pairs)
+    # Two launches, to set aside and to copy, for each of two tensors, or for the one buffer that they are views of.
+    written = [got[-1] for _, got in recorder.launches[1::2]]
+    assert len(recorder.launches) == 10
+    assert written == [*address(*layers[0]), layers[1][0].data_ptr(), *address(*layers[2])]
+
+
+def test_swaps_read_one_tensor_and_write_the_other(recorder: Recorder) -> None:
+    (source, target), pairs = caches(), torch.tensor([[1, 2], [2, 3]])
+    swap_on_gpu(source, target, pairs)
+    ((_, got),) = recorder.launches
+    assert got[-3:] == address(source, target, target)
+    with pytest.raises(ValueError, match="dst: expected blocks strided as those of src"):
+        swap_on_gpu(source, caches("HND")[0], pairs)
+
+
+def test_many_threads_may_call_at_once(recorder: Recorder) -> None:
+    (k_cache, v_cache), slots = caches(), torch.arange(8)
+    keys = [rows(8) for _ in range(4)]
+    write_on_gpu(keys[0], keys[0], k_cache, v_cache, slots, "auto", None, None)
+    recorder.launches.clear()
+
+    def work(key: torch.Tensor) -> None:
+        for _ in range(500):
+            write_on_gpu(key, key, k_cache, v_cache, slots, "auto", None, None)
+
+    threads = [threading.Thread(target=work, args=(key,)) for key in keys]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = {(*address(key, key, slots, k_cache, v_cache), *address(k_cache, v_cache)) for key in keys}
+    assert {got for _, got in recorder.launches} == expected
+    assert len(recorder.launches) == 2000
+
+
+def test_while_a_graph_is_captured_nothing_is_compiled(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"write_rows was not compiled yet .* warm it up"):
+        write_on_gpu(rows(8), rows(8), *caches(), torch.arange(8), "auto", None, None)
+
+
+def test_a_child_of_a_fork_is_turned_away(recorder: Recorder) -> None:
+    arguments = (rows(8), rows(8), *caches(), torch.arange(8), "auto", None, None)
+    write_on_gpu(*arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns of forks, too
+        child = os.fork()
+    if child == 0:
+        try:
+            write_on_gpu(*arguments)
+        except RuntimeError as error:
+            os._exit(3 if "spawn" in str(error) else 4)
+        os._exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    write_on_gpu(*arguments)
+
+
+def test_where_kernels_can_not_be_launched_the_fallback_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_warned", set())
+    call = torch_ops._fallback("swap_blocks", "the library lacks MosaicGpuCompile")
+    with pytest.warns(RuntimeWarning, match="lacks MosaicGpuCompile"), pytest.raises(NotImplementedError):
+        call(1, 2)
+    torch_ops.set_fallback("swap_blocks", lambda *arguments: arguments)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it has been said
+            assert call(1, 2) == (1, 2)
+    finally:
+        torch_ops.set_fallback("swap_blocks", None)
+    with pytest.raises(ValueError, match="name: expected one of reshape_and_cache"):
+        torch_ops.set_fallback("prefill", None)
+
+
+def test_an_unavailable_abi_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "unavailable", lambda: "no plugin")
+    forget()
+    with pytest.raises(UnavailableError, match="no plugin"):
+        write_on_gpu(rows(8), rows(8), *caches(), torch.arange(8), "auto", None, None)
+
+
+def test_constants_and_results_have_their_places(recorder: Recorder) -> None:
+    def copied(x: Any, y: Any) -> None:
+        y[...] = x[...]
+
+    def function(x: Any) -> Any:
+        return tuple(kernel(copied, interpret=None, out_type=x)(y) for y in (jnp.full(128, 3.0), x))
+
+    made = launch.program(function, jax.ShapeDtypeStruct((128,), jnp.float32), device=-1)
+    ((constant,),) = [made.constants.values()]
+    assert constant.tolist() == [3.0] * 128
+    made.bind(2, results=(0, 1))((0x10, 0x20, 0x30))
+    assert [got for _, got in recorder.launches] == [(constant.data_ptr(), 0x10), (0x30, 0x20)]
+
+
+def test_binding_checks_its_places(recorder: Recorder) -> None:
+    cache = write_calls.engine_cache(*caches(), "auto", None, None).cache
+    each = jax.ShapeDtypeStruct((8,), jnp.int32)
+    some = jax.ShapeDtypeStruct((), jnp.int32)
+    made = launch.program(copy_blocks, cache, BlockPairs(each, each, each, some), device=-1)
+    with pytest.raises(ValueError, match="expected 6 and 0 places, got 2 and 0"):
+        made.bind(0, 1)
+    with pytest.raises(ValueError, match="workspace: expected the place of"):
+        made.bind(0, 1, 2, 3, 4, 5)
