@@ -21,7 +21,7 @@ from jaxpaged.pallas.cascade import (
 from jaxpaged.pallas.chunks import chunk_refusal, in_chunks
 from jaxpaged.pallas.combine import attending_rows, combine, decoded_lse, rows_of_requests
 from jaxpaged.pallas.config import decode_config, most_decoded_rows, prefill_config
-from jaxpaged.pallas.decode import DecodeShape, decode
+from jaxpaged.pallas.decode import DecodeShape, decode, workspace_types
 from jaxpaged.pallas.decode_plan import DecodePlan, plan_decode
 from jaxpaged.pallas.eight_bits import scale_refusal
 from jaxpaged.pallas.functions import function_refusal
@@ -116,22 +116,33 @@ def paged_attention(
     out = jax.new_ref(lax.empty((num_tokens, num_heads, cache.v_head_size), out_dtype))
     lse: Any = None
     prefilled: Any = None
+    plan: Any = None
+    prefill_plan: Any = None
+    workspace: Any = None
+    if longest > 0:
+        shape = decode_config(query, cache, batch, out_dtype, batch_invariant, longest, gpu)
+        shape = dataclasses.replace(shape, overlaps=not all_decoded)
+        plan = _plan_decode(
+            cache, batch, options, shape, others_elsewhere=not all_decoded, batch_invariant=batch_invariant
+        )
     if not all_decoded:
         tiles = prefill_config(query, cache, batch, options, out_dtype, return_lse, batch_invariant, gpu)
         prefill_plan = plan_prefill(
             cache, batch, options, tiles.tiling, num_tokens=num_tokens, num_heads=num_heads, shortest=longest + 1
         )
-        tile_lse, part_out = prefill(query, cache, batch, prefill_plan, options, tiles, out, interpret)
+        # With both plans there, decode follows at once, and its first CTAs start where prefill's last ones have ended.
+        plan, prefill_plan = lax.optimization_barrier((plan, prefill_plan))
+        reserve = workspace_types(shape, batch.num_reqs) if longest > 0 else ()
+        tile_lse, part_out, workspace = prefill(
+            query, cache, batch, prefill_plan, options, tiles, out, interpret, reserve
+        )
+    if longest > 0:
+        short_lse = _decode(query, cache, batch, plan, options, shape, out, return_lse, interpret, workspace)
+    if not all_decoded:
         if tiles.in_parts:
             prefilled, lse = merged_parts(prefill_plan, part_out, tile_lse, options.sinks, tiles, batch)
         elif return_lse:
             lse = rows_of_tiles(prefill_plan, tile_lse, tiles, batch)[:, 0].T * LN2
-    if longest > 0:
-        shape = decode_config(query, cache, batch, out_dtype, batch_invariant, longest, gpu)
-        plan = _plan_decode(
-            cache, batch, options, shape, others_elsewhere=not all_decoded, batch_invariant=batch_invariant
-        )
-        short_lse = _decode(query, cache, batch, plan, options, shape, out, return_lse, interpret)
     result = jax.freeze(out)
     if longest == 0:
         return (result if prefilled is None else prefilled.astype(out_dtype)), lse
@@ -172,9 +183,10 @@ def _decode(
     out: Any,
     return_lse: bool,
     interpret: Interpreter | None,
+    workspace: Any = None,
 ) -> Any:
     """Write what decode is to do to `out`; return the lses [num_tokens, num_heads] in units of log 2 if asked for."""
-    part_out, part_lse, whole_lse = decode(query, cache, batch, plan, options, shape, out, interpret)
+    part_out, part_lse, whole_lse = decode(query, cache, batch, plan, options, shape, out, interpret, workspace)
     merged_lse = combine(plan, part_out, part_lse, options.sinks, shape, out, interpret, return_lse=return_lse)
     return decoded_lse(plan, whole_lse, merged_lse, shape, batch) if return_lse else None
 

@@ -131,7 +131,7 @@ def attend_to_prefix(
     batch = PagedBatch(prefix.table, prefix.tokens[None], starts, None, None)
     options = dataclasses.replace(options, causal=False, sinks=None)
     unused = jax.new_ref(jax.lax.empty((1, 1, cache.v_head_size), shape.out_dtype))
-    return prefill(query, cache, batch, plan_prefix(shape, prefix), options, shape, unused, interpret)
+    return prefill(query, cache, batch, plan_prefix(shape, prefix), options, shape, unused, interpret)[:2]
 
 
 def merged_with_prefix(

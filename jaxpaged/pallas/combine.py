@@ -22,8 +22,9 @@ from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.prefill_rows import row_requests
 from jaxpaged.pallas.scores import normalized, with_sink
 
-AT_ONCE = 8
-"""Parts whose loads are in flight together, with 8 columns; with more they take more registers."""
+MANY, FEW = 16, 4
+"""Parts whose loads are in flight together, with 8 columns. Many take registers, and then fewer CTAs fit on a
+multiprocessor: they are for few requests, which have many parts each."""
 
 
 def combine(
@@ -52,8 +53,10 @@ def combine(
     operands = [plan.requests, part_out, part_lse, *([] if columns is None else [columns]), out]
     heads, num_reqs = shape.dims.num_kv_heads, plan.requests.shape[0] - 1
     lse = [jax.ShapeDtypeStruct((num_reqs, heads, shape.columns), jnp.float32)] if return_lse else []
+    at_once = MANY if shape.num_shares > 4 * num_reqs else FEW
+    at_once = max(2, at_once * 8 // shape.columns)
     results = kernel(
-        functools.partial(_combine, shape, columns is not None, interpret),
+        functools.partial(_combine, shape, at_once, columns is not None, interpret),
         out_type=lse,
         scratch_types=dict(
             o_s=plgpu.SMEM((CHUNK, shape.columns), jnp.float32)
@@ -73,9 +76,8 @@ def combine(
 
 
 def _combine(
-    shape: DecodeShape, has_sinks: bool, interpret: Interpreter | None, *refs: Any, o_s: Any, lse_s: Any
+    shape: DecodeShape, at_once: int, has_sinks: bool, interpret: Interpreter | None, *refs: Any, o_s: Any, lse_s: Any
 ) -> None:
-    wait_for_previous_kernel(interpret)
     requests, part_out, part_lse, *rest = refs
     sinks = rest.pop(0) if has_sinks else None
     out, *merged_lse = rest
@@ -83,6 +85,7 @@ def _combine(
     tiles, q_start, q_len, first, last = (
         requests[request, f] for f in (field.TILES, field.Q_START, field.Q_LEN, field.FIRST_SHARE, field.LAST_SHARE)
     )
+    wait_for_previous_kernel(interpret)  # decode, but the plan was there before
     size = (CHUNK, shape.columns)
 
     def send(token: Any, row: Any) -> None:
@@ -101,7 +104,7 @@ def _combine(
 
     @pl.when((tiles > 0) & (first < last))
     def _merge() -> None:
-        peak, total, acc = _merged(shape, part_out, part_lse, first, last)
+        peak, total, acc = _merged(shape, at_once, part_out, part_lse, first, last)
         weight, lse = normalized(peak, total)
         if sinks is not None:
             sink = plgpu.load(sinks.at[0, lax.axis_index("head")], layout=BY_ROW, optimized=False)
@@ -151,11 +154,12 @@ def attending_rows(plan: DecodePlan, shape: DecodeShape, batch: PagedBatch) -> A
     return plan.requests[request, field.TILES] > 0
 
 
-def _merged(shape: DecodeShape, part_out: Any, part_lse: Any, first: Any, last: Any) -> tuple[Any, Any, Any]:
+def _merged(
+    shape: DecodeShape, at_once: int, part_out: Any, part_lse: Any, first: Any, last: Any
+) -> tuple[Any, Any, Any]:
     """Maximum, sum and output of a chunk over the parts of a request, as in the online softmax of decode."""
     head, rows = lax.axis_index("head"), pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
     size = (CHUNK, shape.columns)
-    at_once = max(2, AT_ONCE * 8 // shape.columns)
 
     def load(share: Any) -> tuple[Any, Any]:
         # The request starts in its first share and goes on in the others; beyond the last the first part stands in.
@@ -183,7 +187,8 @@ def _merged(shape: DecodeShape, part_out: Any, part_lse: Any, first: Any, last: 
 
     by_row = [plgpu.layout_cast(jnp.full((shape.columns,), x, jnp.float32), BY_ROW) for x in (-jnp.inf, 0.0)]
     acc = plgpu.layout_cast(jnp.zeros(size, jnp.float32), plgpu.Layout.WGMMA)
-    # Most requests in parts are in two: others take further turns.
-    state = add(first, 2, (*by_row, acc))
-    turns = lax.div(last - first + (at_once - 2), jnp.int32(at_once))
-    return lax.fori_loop(0, turns, lambda i, state: add(first + 2 + i * at_once, at_once, state), state)
+    # Most requests in parts are in two; others have as many loads in flight as there are registers for.
+    count = last - first + 1
+    state = lax.fori_loop(0, jnp.where(count <= 2, 1, 0), lambda _, state: add(first, 2, state), (*by_row, acc))
+    turns = jnp.where(count <= 2, 0, lax.div(count + (at_once - 1), jnp.int32(at_once)))
+    return lax.fori_loop(0, turns, lambda i, state: add(first + i * at_once, at_once, state), state)

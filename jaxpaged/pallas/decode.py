@@ -34,7 +34,15 @@ from jaxpaged.pallas.eight_bits import (
     widen_values,
 )
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
-from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, let_next_kernel_start, one_warp_each, store
+from jaxpaged.pallas.mosaic import (
+    Interpreter,
+    drain,
+    kernel,
+    let_next_kernel_start,
+    one_warp_each,
+    store,
+    wait_for_previous_kernel,
+)
 from jaxpaged.pallas.paged_tiles import (
     CHUNK,
     PagedTiles,
@@ -68,6 +76,7 @@ class DecodeShape:
       max_query_len: new tokens a request.
       tile, stages: positions a tile, and tiles in the ring.
       fewest_tiles: in a share.
+      overlaps: whether the kernel before may still be running: then this one doesn't end before it.
       by_request: whether the output is [num_reqs, num_kv_heads, padded v_head_size, columns] float32, no sinks, for
         a merge with another state.
     """
@@ -86,6 +95,7 @@ class DecodeShape:
     tile: int
     stages: int
     fewest_tiles: int
+    overlaps: bool = False
     by_request: bool = False
 
     @property
@@ -194,6 +204,16 @@ class Softmax(NamedTuple):
     acc: tuple[Any, ...]
 
 
+def workspace_types(shape: DecodeShape, num_reqs: int) -> tuple[Any, Any, Any]:
+    """Of the parts' outputs and lses, and of whole requests' lses; see `decode`."""
+    heads, parts = shape.dims.num_kv_heads, 2 * shape.num_shares
+    return (
+        jax.ShapeDtypeStruct((parts, heads, shape.padded_v_size, shape.columns), jnp.float32),
+        jax.ShapeDtypeStruct((parts, heads, shape.columns), jnp.float32),
+        jax.ShapeDtypeStruct((num_reqs, heads, shape.columns), jnp.float32),
+    )
+
+
 def decode(
     query: Any,
     cache: KVCache,
@@ -203,24 +223,21 @@ def decode(
     shape: DecodeShape,
     out: Any,
     interpret: Interpreter | None,
+    workspace: tuple[Any, Any, Any] | None = None,
 ) -> tuple[Any, Any, Any]:
     """Write the rows of requests that lie whole in a share to `out`; return the rest in parts.
 
     Args:
       query: [num_tokens, num_heads, head_size].
       out: a reference to the output [num_tokens, num_heads, v_head_size], unless that is by request.
+      workspace: arrays for the results, of `workspace_types`, whose memory no one uses who may be at work beside this
+        kernel; needed if it overlaps another one.
 
     Returns:
       Parts' outputs [2 * num_shares, num_kv_heads, padded v_head_size, columns] float32 and lses [2 * num_shares,
       num_kv_heads, columns] in units of log 2 (part 2 i starts a request in share i, part 2 i + 1 goes on with it), and
       whole requests' lses [num_reqs, num_kv_heads, columns].
     """
-    heads, parts = shape.dims.num_kv_heads, 2 * shape.num_shares
-    out_type = (
-        jax.ShapeDtypeStruct((parts, heads, shape.padded_v_size, shape.columns), jnp.float32),
-        jax.ShapeDtypeStruct((parts, heads, shape.columns), jnp.float32),
-        jax.ShapeDtypeStruct((batch.num_reqs, heads, shape.columns), jnp.float32),
-    )
     slopes, sinks = per_column(options.alibi_slopes, shape), per_column(options.sinks, shape)
     inputs = Operands(
         requests=plan.requests,
@@ -236,11 +253,12 @@ def decode(
         out=out,
     )
     given = {name: x for name, x in inputs._asdict().items() if x is not None}
-    names = (*given, *Operands._fields[-3:])  # the last are the kernel's results
-    return kernel(
-        functools.partial(_allocate, shape, options, interpret, names),
-        out_type=out_type,
-        grid=(heads, shape.num_shares),
+    results = ("part_out", "part_lse", "whole_lse")
+    refs = [] if workspace is None else [jax.new_ref(x) for x in workspace]
+    made: Any = kernel(
+        functools.partial(_allocate, shape, options, interpret, (*given, *results)),
+        out_type=workspace_types(shape, batch.num_reqs) if workspace is None else (),
+        grid=(shape.dims.num_kv_heads, shape.num_shares),
         grid_names=("head", "share"),
         num_threads=2,
         thread_name="wg",
@@ -249,7 +267,9 @@ def decode(
         ),
         interpret=interpret,
         kernel_name="paged_decode",
-    )(*given.values())
+    )(*given.values(), *refs)
+    part_out, part_lse, whole_lse = made if workspace is None else map(jax.freeze, refs)
+    return part_out, part_lse, whole_lse
 
 
 def per_column(x: Any, shape: DecodeShape) -> Any:
@@ -416,6 +436,8 @@ def _compute(
 
     _for_each_piece(operands, attend)
     plgpu.wait_smem_to_gmem(0)
+    if shape.overlaps:
+        wait_for_previous_kernel(interpret)
 
 
 def _empty_state(shape: DecodeShape) -> Softmax:

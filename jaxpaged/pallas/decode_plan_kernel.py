@@ -62,9 +62,7 @@ MOST_SUMMED = 8 * WARPGROUP
 """Requests whose tiles are summed at a time."""
 
 
-def _plan(
-    cut: DecodeCut, dims: BatchDims, interpret: Interpreter | None, *refs: Any
-) -> None:
+def _plan(cut: DecodeCut, dims: BatchDims, interpret: Interpreter | None, *refs: Any) -> None:
     """The kernel."""
     batch, (requests, shares) = BatchRefs(*refs[:3]), refs[3:]
     me = lax.axis_index("request")

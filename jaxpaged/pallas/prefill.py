@@ -23,7 +23,7 @@ from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import prefill_plan as field
 from jaxpaged.pallas.fragments import BY_ROW
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
-from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, one_warp_each, store
+from jaxpaged.pallas.mosaic import Interpreter, drain, kernel, let_next_kernel_start, one_warp_each, store
 from jaxpaged.pallas.paged_tiles import (
     CHUNK,
     PagedTiles,
@@ -188,13 +188,18 @@ def prefill(
     shape: PrefillShape,
     out: Any,
     interpret: Interpreter | None,
-) -> tuple[Any, Any]:
+    reserve: Sequence[Any] = (),
+) -> tuple[Any, Any, list[Any]]:
     """Write the rows of the plan's requests to `out`, a reference to [num_tokens, num_heads, v_head_size].
+
+    Args:
+      reserve: types of arrays for a kernel that starts before this one has ended: XLA gives such a kernel's own results
+        memory that this one may still use, but not what it takes for results of this one.
 
     Returns:
       The lses in units of log 2 [most tiles * most parts, heads of the plan, 2 * WG_ROWS] float32, and the outputs
       [most tiles * most parts, heads of the plan, 2 * WG_ROWS, v_head_size] float32 of a plan in parts, which leaves
-      `out` alone; each None unless asked for.
+      `out` alone; each None unless asked for; and what is reserved, in which nothing is written.
     """
     heads = shape.dims.num_kv_heads * (1 if shape.tiling.packed else shape.group)
     most = field.most_tiles(shape.num_tokens, batch.num_reqs, shape.tiling) * shape.tiling.most_parts
@@ -213,7 +218,7 @@ def prefill(
     names = [name for name, x in given._asdict().items() if x is not None]
     results = kernel(
         functools.partial(_allocate, shape, options, interpret, names + list(out_type)),
-        out_type=list(out_type.values()),
+        out_type=[*out_type.values(), *reserve],
         grid=(shape.tiling.num_ctas,),
         grid_names=("cta",),
         num_threads=3,
@@ -222,18 +227,19 @@ def prefill(
         interpret=interpret,
         kernel_name="paged_prefill",
     )(*(x for x in given if x is not None))
-    by_name = dict(zip(out_type, results, strict=True))
-    return by_name.get("lse"), by_name.get("part_out")
+    by_name = dict(zip(out_type, results, strict=False))
+    return by_name.get("lse"), by_name.get("part_out"), list(results[len(out_type) :])
 
 
 def _allocate(
     shape: PrefillShape, options: AttentionOptions, interpret: Interpreter | None, names: Sequence[str], *refs: Any
 ) -> None:
     """Allocate shared memory and barriers, and start the three warpgroups."""
-    operands = Operands(**dict(zip(names, refs, strict=True)))
+    operands = Operands(**dict(zip(names, refs, strict=False)))  # what is reserved comes last
     keys, values = shape.tiles("key"), shape.tiles("value")
 
     def run(**refs: Any) -> None:
+        let_next_kernel_start(interpret)
         memory = Memory(**refs)
         memory = memory._replace(
             q=split_views(memory.q, interpret),

@@ -47,6 +47,7 @@ def damaged_requests(cache: KVCache, batch: PagedBatch, kv_len: Any) -> Any:
     bad = (batch.block_table < 0) | (batch.block_table >= cache.num_blocks)
     return jnp.any(used & bad, axis=1)
 
+
 def div(x: Any, y: Any) -> Any:
     """`x // y` for numbers of 0 or more, vectors or not."""
     y = jnp.asarray(y, jnp.int32)

@@ -205,3 +205,16 @@ def test_variant_lowers_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     for tile in tiles:
         assert tile.tiling.packed == ("p" in variant.takes)
         assert tile.in_parts == variant.in_parts
+
+
+def test_what_decode_writes_beside_prefill_is_no_memory_that_prefill_uses() -> None:
+    """In a mixed batch decode starts before prefill has ended, which XLA doesn't know: it must make no buffer between
+    them. So all that decode writes is there before prefill starts: results of prefill, or what prefill takes."""
+    calls = [line for line in lowered(VARIANTS["mixed"]).splitlines() if "custom_call @mosaic_gpu_v2" in line]
+    (prefill,) = (line for line in calls if "paged_prefill" in line)
+    (decode,) = (line for line in calls if "paged_decode" in line and "paged_decode_combine" not in line)
+    written = [int(i) for i in re.findall(r"operand_index = (\d+)", decode)]
+    assert len(written) == int(re.search(r"%\d+:(\d+) = ", decode)[1]) == 4  # type: ignore[index]
+    operands = re.search(r"@mosaic_gpu_v2\(([^)]*)\)", decode)[1].split(", ")  # type: ignore[index]
+    result = re.search(r"(%\d+):", prefill)[1]  # type: ignore[index]
+    assert {operands[i].split("#")[0] for i in written} == {result}
