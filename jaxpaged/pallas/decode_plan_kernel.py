@@ -140,8 +140,9 @@ def _write_shares(
     known, number = share < num_shares, constant(share.shape[0], request)
     begins = known & (lower >= begin) & (lower < end)
     ends = known & (upper > begin) & (upper <= end) & (upper > lower)
-    for column, x, chosen in ((0, number, begins), (1, number, ends), (2, lower, begins), (3, upper, begins)):
-        scatter(shares, (share, column), x, chosen, interpret)
+    scatter(shares.at[:, pl.ds(0, 1)], [share], [number], begins, interpret)
+    scatter(shares.at[:, pl.ds(1, 1)], [share], [number], ends, interpret)
+    scatter(shares.at[:, pl.ds(2, 2)], [share], [lower, upper], begins, interpret)
 
 
 def _write_empty_shares(
@@ -151,5 +152,5 @@ def _write_empty_shares(
     share, lower, upper = _bounds(size, total, num_shares)
     empty = (share < num_shares) & (lower >= total)
     n = share.shape[0]
-    for column, x in enumerate((constant(n, num_reqs), constant(n, num_reqs - 1), lower, upper)):
-        scatter(shares, (share, column), x, empty, interpret)
+    row = [constant(n, num_reqs), constant(n, num_reqs - 1), lower, upper]
+    scatter(shares, [share], row, empty, interpret)

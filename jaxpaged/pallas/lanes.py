@@ -4,6 +4,7 @@ Pallas loads and stores slices; here every thread has an index of its own, as in
 GPU's own fragments; seen to work with jax 0.11.2 and 0.12.0.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -20,8 +21,6 @@ from jaxpaged.pallas.mosaic import Interpreter, store
 WARP, WARPGROUP = 32, 128
 MOST_SCANNED = WARP * WARP
 """Elements that `prefix_sum` takes."""
-Index = Any
-"""[n] int32, or an int, for each dimension; a tuple of them unless there is one."""
 
 
 def whole(n: int) -> int:
@@ -43,67 +42,73 @@ def constant(n: int, value: Any) -> Any:
     return plgpu.layout_cast(jnp.full((n,), value, jnp.int32), lanes(n))
 
 
-def gather(ref: Any, index: Index, interpret: Interpreter | None) -> Any:
-    """[n] int32, `ref[index]` in shared or global memory. All of the indices must be in range."""
-    index = index if isinstance(index, tuple) else (index,)
-    if interpret is not None:
-        for extreme in (jnp.min, jnp.max):  # so that the interpreter sees them if they are out of range
-            ref[tuple(x if isinstance(x, int) else extreme(x) for x in index)]
-        return ref[...][index]
-    vectors = [x for x in index if not isinstance(x, int)]
-    layout = lanes(vectors[0].shape[0])
-
-    def load(_: Any, ref: Any, *vectors: Any) -> Any:
-        registers = np.empty_like(vectors[0].registers)
-        for at in np.ndindex(registers.shape):
-            number = memref.load(ref, _place(index, vectors, at))
-            registers[at] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
-        return mgpu.FragmentedArray(_registers=registers, _layout=vectors[0].layout, _is_signed=True)
-
-    result = plgpu.ShapeDtypeStruct(vectors[0].shape, jnp.dtype(jnp.int32), layout=layout)
-    arguments = (plgpu.RefType(), *(layout for _ in vectors))
-    return plgpu.inline_mgpu(arg_types=arguments, return_type=result)(load)(ref, *vectors)
-
-
-def scatter(ref: Any, index: Index, values: Any, chosen: Any, interpret: Interpreter | None) -> None:
-    """`ref[index] = values` for the elements chosen, whose indices must be in range.
+def gather(ref: Any, index: Any, interpret: Interpreter | None) -> Any:
+    """[n] int32, `ref[index]` in shared or global memory.
 
     Args:
-      values, chosen: [n] int32 and bool.
+      index: [n] int32, all in range.
     """
-    index = index if isinstance(index, tuple) else (index,)
+    if interpret is not None:
+        for extreme in (jnp.min, jnp.max):  # so that the interpreter sees it if one is out of range
+            ref[extreme(index)]
+        return ref[...][index]
+
+    def load(_: Any, ref: Any, index: Any) -> Any:
+        registers = np.empty_like(index.registers)
+        for at in np.ndindex(registers.shape):
+            number = memref.load(ref, [_place(index, at)])
+            registers[at] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
+        return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=True)
+
+    layout = lanes(index.shape[0])
+    result = plgpu.ShapeDtypeStruct(index.shape, jnp.dtype(jnp.int32), layout=layout)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=result)(load)(ref, index)
+
+
+def scatter(ref: Any, index: Sequence[Any], values: Sequence[Any], chosen: Any, interpret: Interpreter | None) -> None:
+    """`ref[index, j] = values[j]` for each j and the elements chosen, whose indices must be in range.
+
+    Args:
+      index: [n] int32 for each axis but the last one.
+      values: [n] int32 each, as many as `ref` has columns.
+      chosen: [n] bool.
+    """
     chosen = jnp.where(chosen, 1, 0)
     if interpret is not None:
+        rows = jnp.stack(values, axis=1)
 
         def one(i: Any, _: None) -> None:
-            where = tuple(x if isinstance(x, int) else x[i] for x in index)
-            pl.when(chosen[i] == 1)(lambda: ref.__setitem__(where, values[i]))
+            @pl.when(chosen[i] == 1)
+            def _() -> None:
+                ref[(*(x[i] for x in index), slice(None))] = rows[i]
 
-        lax.fori_loop(0, values.shape[0], one, None)
+        lax.fori_loop(0, chosen.shape[0], one, None)
         return
-    vectors = [x for x in index if not isinstance(x, int)]
-    layout = lanes(values.shape[0])
+    layout = lanes(chosen.shape[0])
 
-    def save(_: Any, ref: Any, values: Any, chosen: Any, *vectors: Any) -> None:
-        for at in np.ndindex(values.registers.shape):
+    def save(_: Any, ref: Any, chosen: Any, index: Any, values: Any) -> None:
+        for at in np.ndindex(chosen.registers.shape):
             wanted = _element(chosen.registers[at])
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.ne, wanted, mgpu.c(0, wanted.type))):
-                memref.store(_element(values.registers[at]), ref, _place(index, vectors, at))
+                row = [_place(x, at) for x in index]
+                for j, x in enumerate(values):
+                    memref.store(_element(x.registers[at]), ref, [*row, mgpu.c(j, ir.IndexType.get())])
 
-    arguments = (plgpu.RefType(), *(layout for _ in (values, chosen, *vectors)))
-    plgpu.inline_mgpu(arg_types=arguments)(save)(ref, values, chosen, *vectors)
+    arguments = (plgpu.RefType(), layout, [layout for _ in index], [layout for _ in values])
+    plgpu.inline_mgpu(arg_types=arguments)(save)(ref, chosen, list(index), list(values))
 
 
-def prefix_sum(x: Any, scratch: Any, interpret: Interpreter | None) -> Any:
-    """[n] int32: each element's sum with all before it.
+def prefix_sum(x: Any, scratch: Any, interpret: Interpreter | None) -> tuple[Any, Any]:
+    """[n] int32: each element's sum with all before it; and the sum of all.
 
     Args:
       x: [n] int32, n up to `MOST_SCANNED`.
-      scratch: shared memory [n + WARPGROUP] int32, which no thread may still be reading.
+      scratch: shared memory [n + WARPGROUP] int32.
     """
     n = x.shape[0]
     warps = n // WARP
-    sums, lane = _warp_sums(x, interpret), indices(WARPGROUP) % WARP
+    sums, lane = _warp_sums(x, interpret), lax.rem(indices(WARPGROUP), jnp.int32(WARP))
+    plgpu.commit_smem()  # all threads have read what was there
     store(scratch.at[pl.ds(0, n)], sums)
     plgpu.commit_smem()
     # Every warp adds up the warps' sums: there are no more of them than it has lanes.
@@ -112,7 +117,22 @@ def prefix_sum(x: Any, scratch: Any, interpret: Interpreter | None) -> Any:
     plgpu.commit_smem()
     warp = lax.div(indices(n), jnp.int32(WARP))
     before = gather(scratch, n + jnp.maximum(warp - 1, 0), interpret)
-    return sums + jnp.where(warp > 0, before, 0)
+    return sums + jnp.where(warp > 0, before, 0), scratch[n + warps - 1]
+
+
+def last_at_most(ref: Any, values: Any, count: int, interpret: Interpreter | None) -> Any:
+    """[n] int32: the last place below `count` at which the numbers in `ref`, which never fall, are at most `values`.
+
+    0 where none is.
+    """
+    found = constant(values.shape[0], 0)
+    step = 1 << max((count - 1).bit_length() - 1, 0)
+    while step > 0:
+        place = found + step
+        number = gather(ref, jnp.minimum(place, count - 1), interpret)
+        found = jnp.where((place < count) & (number <= values), place, found)
+        step //= 2
+    return found
 
 
 def _warp_sums(x: Any, interpret: Interpreter | None) -> Any:
@@ -144,10 +164,6 @@ def _element(register: Any) -> Any:
     return vector.extract(register, [], [0])
 
 
-def _place(index: tuple[Any, ...], vectors: list[Any], at: tuple[int, ...]) -> list[Any]:
+def _place(index: Any, at: tuple[int, ...]) -> Any:
     """Where in memory a register's element is looked up or written."""
-    of_vectors, where = iter(vectors), ir.IndexType.get()
-    return [
-        mgpu.c(x, where) if isinstance(x, int) else arith.index_cast(where, _element(next(of_vectors).registers[at]))
-        for x in index
-    ]
+    return arith.index_cast(ir.IndexType.get(), _element(index.registers[at]))

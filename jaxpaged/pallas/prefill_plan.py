@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.mask_tiles import TileRuns, skip_masked_tiles
-from jaxpaged.pallas.ranges import damaged_requests
+from jaxpaged.pallas.ranges import ceil_div, damaged_requests, div
 from jaxpaged.reference.attention import AttentionOptions, attended_range
 
 # Fields of an item of `PrefillPlan.work`.
@@ -23,6 +23,10 @@ NUM_FIELDS = 9
 MOST_REQUESTS = 2**31 - 1
 """Bits of REQUEST that give the request; the sign says that one of its blocks is out of range."""
 MAX_GROUPS = 32
+MOST_STEPS = 2**20
+"""Longer items come in any order."""
+UNIT = 64
+"""Positions by which the keys and values of a request are measured, so that all of a batch's can be added up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,12 @@ def most_tiles(num_tokens: int, num_reqs: int, tiling: PrefillTiling) -> int:
     return num_tokens // tiling.tokens + num_reqs + 1
 
 
+def most_items(num_tokens: int, num_reqs: int, tiling: PrefillTiling, num_heads: int) -> int:
+    """A bound on the number of a CTA's items; each group gives one at most more than an even share."""
+    items = most_tiles(num_tokens, num_reqs, tiling) * tiling.most_parts * num_heads
+    return items // tiling.num_ctas + MAX_GROUPS + 1
+
+
 def plan_prefill(
     cache: KVCache,
     batch: PagedBatch,
@@ -91,10 +101,51 @@ def plan_prefill(
     head = kv_head * per_entry + jnp.arange(per_entry)
     fields = jnp.concatenate([tiles.fields[tile], tile[..., None]], axis=-1)
     fields = fields.at[..., HEAD].set(head).astype(jnp.int32)
-    room = entry.size // tiling.num_ctas + MAX_GROUPS + 1
+    room = most_items(num_tokens, batch.num_reqs, tiling, heads * per_entry)
     work = jnp.zeros((tiling.num_ctas, room, NUM_FIELDS), jnp.int32)
     work = work.at[cta, slot].set(fields, mode="drop")
     return PrefillPlan(work, counts.astype(jnp.int32), tiles.starts, parts, tiles.kept_steps)
+
+
+def cut_tile(
+    options: AttentionOptions, tiling: PrefillTiling, q_len: Any, kv_len: Any, index: Any
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Of a request's tile of that index: first row in the request, number of rows, position of the first, first step
+    and number of steps."""
+    first = index * tiling.tokens
+    rows = jnp.minimum(q_len - first, tiling.tokens)
+    first_pos = kv_len - q_len + first
+    low, high = attended_range(options, first_pos, first_pos + rows - 1, kv_len)
+    first_step = div(low, tiling.step)
+    steps = jnp.where(high > low, ceil_div(high, tiling.step) - first_step, 0)
+    return first, rows, first_pos, first_step, steps
+
+
+def number_of_parts(tiling: PrefillTiling, items: Any) -> Any:
+    """Parts of each tile, so that every CTA has one, given the tiles of all heads."""
+    return jnp.clip(div(tiling.num_ctas, jnp.maximum(items, 1)), 1, tiling.most_parts)
+
+
+def steps_of_part(steps: Any, part: Any, parts: Any) -> tuple[Any, Any]:
+    """How many of a tile's steps come before those of a part, and how many it has."""
+    size = ceil_div(steps, parts)
+    return part * size, jnp.clip(steps - part * size, 0, size)
+
+
+def least_group_units(cache: KVCache, tiling: PrefillTiling) -> int:
+    """Units of a head's keys and values that fill the L2 cache."""
+    unit_bytes = UNIT * (cache.head_size + cache.v_head_size) * cache.dtype.itemsize
+    return tiling.l2_bytes // unit_bytes
+
+
+def group_units(least: int, heads: int, units: Any) -> Any:
+    """Units of a head's keys and values that make a group: with so many or more, `MAX_GROUPS` groups have room for
+    those of all heads.
+
+    Args:
+      units: of all requests, of one head.
+    """
+    return jnp.maximum(div(heads * units, MAX_GROUPS) + 1, least)
 
 
 class _Tiles(NamedTuple):
@@ -117,7 +168,7 @@ def _tiles(
     kv_len = batch.kv_lens(cache.block_size)
     damaged = damaged_requests(cache, batch, kv_len)
     # The rows of no request are those of one more, which has nothing to attend to.
-    q_len = jnp.diff(starts, append=num_tokens)
+    q_len = jnp.diff(starts, append=jnp.maximum(starts[-1], num_tokens))
     kv_len, damaged = jnp.append(kv_len, 0), jnp.append(damaged, False)
     mine = (q_len >= shortest).at[-1].set(True)
     per_request = jnp.where(mine, -(-q_len // tiling.tokens), 0)
@@ -125,12 +176,7 @@ def _tiles(
     tile = jnp.arange(most_tiles(num_tokens, batch.num_reqs, tiling), dtype=jnp.int32)
     request = jnp.minimum(jnp.sum(ends <= tile[:, None], axis=1), batch.num_reqs)
     index = tile - (ends - per_request)[request]
-    first = index * tiling.tokens
-    rows = jnp.minimum(q_len[request] - first, tiling.tokens)
-    first_pos = kv_len[request] - q_len[request] + first
-    low, high = attended_range(options, first_pos, first_pos + rows - 1, kv_len[request])
-    first_step = low // tiling.step
-    steps = jnp.where(high > low, -(-high // tiling.step) - first_step, 0)
+    first, rows, first_pos, first_step, steps = cut_tile(options, tiling, q_len[request], kv_len[request], index)
     table_row = jnp.minimum(request, batch.num_reqs - 1)
     kept_steps = None
     if options.mask_mod is not None:
@@ -152,13 +198,12 @@ def _in_parts(tiles: _Tiles, tiling: PrefillTiling, num_heads: int) -> tuple[_Ti
     if most == 1:
         return tiles, jnp.int32(1)
     items = jnp.sum(tiles.valid) * num_heads
-    parts = jnp.clip(tiling.num_ctas // jnp.maximum(items, 1), 1, most).astype(jnp.int32)
+    parts = number_of_parts(tiling, items).astype(jnp.int32)
     part = jnp.arange(most, dtype=jnp.int32)
-    steps = tiles.fields[:, None, STEPS]
-    size = -(-steps // parts)
+    skipped, steps = steps_of_part(tiles.fields[:, None, STEPS], part, parts)
     fields = jnp.repeat(tiles.fields[:, None], most, axis=1)
-    fields = fields.at[..., FIRST_STEP].add(part * size)
-    fields = fields.at[..., STEPS].set(jnp.clip(steps - part * size, 0, size))
+    fields = fields.at[..., FIRST_STEP].add(skipped)
+    fields = fields.at[..., STEPS].set(steps)
     valid = tiles.valid[:, None] & (part < parts)
     return tiles._replace(fields=fields.reshape(-1, fields.shape[-1]), valid=valid.reshape(-1)), parts
 
@@ -166,18 +211,16 @@ def _in_parts(tiles: _Tiles, tiling: PrefillTiling, num_heads: int) -> tuple[_Ti
 def _order(cache: KVCache, batch: PagedBatch, tiles: _Tiles, tiling: PrefillTiling) -> tuple[Any, Any, Any]:
     """The order of the pairs of a tile and a kv head, each pair's group, and the pairs in each group."""
     heads = cache.num_kv_heads
-    kv_bytes = (cache.head_size + cache.v_head_size) * cache.dtype.itemsize
-    in_bytes = batch.seq_lens.astype(jnp.float32) * kv_bytes
-    pairs = jnp.repeat(in_bytes, heads)
-    before = jnp.cumsum(pairs) - pairs
-    size = jnp.maximum(jnp.float32(tiling.l2_bytes), pairs.sum() * (1.01 / MAX_GROUPS))
-    group_of_pair = jnp.minimum(before / size, MAX_GROUPS - 1).astype(jnp.int32)
-    group = group_of_pair.reshape(-1, heads)[tiles.fields[:, REQUEST] & MOST_REQUESTS]
+    units = ceil_div(jnp.maximum(batch.kv_lens(cache.block_size), 0), UNIT)
+    before = jnp.cumsum(units, dtype=jnp.int32) - units
+    size = group_units(least_group_units(cache, tiling), heads, jnp.sum(units, dtype=jnp.int32))
+    of_pairs = div(heads * before[:, None] + jnp.arange(heads, dtype=jnp.int32) * units[:, None], size)
+    group = of_pairs[tiles.fields[:, REQUEST] & MOST_REQUESTS]
     # What has no steps comes last: it only clears rows.
     group = jnp.where(tiles.fields[:, STEPS, None] == 0, MAX_GROUPS - 1, group)
     group = jnp.where(tiles.valid[:, None], group, MAX_GROUPS).reshape(-1)
-    cost = jnp.repeat(jnp.minimum(tiles.fields[:, STEPS], 2**20), heads)
-    order = jnp.argsort(group * 2**21 - cost, stable=True)
+    cost = jnp.repeat(jnp.minimum(tiles.fields[:, STEPS], MOST_STEPS), heads)
+    order = jnp.argsort(group * (2 * MOST_STEPS) - cost, stable=True)
     sorted_group = group[order]
     count = jnp.sum(sorted_group[:, None] == jnp.arange(MAX_GROUPS), axis=0)
     return order, sorted_group, count
