@@ -22,12 +22,12 @@ from jaxpaged.pallas.chunks import chunk_refusal, in_chunks
 from jaxpaged.pallas.combine import attending_rows, combine, decoded_lse, rows_of_requests
 from jaxpaged.pallas.config import decode_config, most_decoded_rows, prefill_config
 from jaxpaged.pallas.decode import DecodeShape, decode, workspace_types
-from jaxpaged.pallas.decode_plan import DecodePlan, plan_decode
+from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.eight_bits import scale_refusal
 from jaxpaged.pallas.functions import function_refusal
 from jaxpaged.pallas.mosaic import Interpreter
+from jaxpaged.pallas.plans import plan_decode, plan_prefill
 from jaxpaged.pallas.prefill import prefill
-from jaxpaged.pallas.prefill_plan import plan_prefill
 from jaxpaged.pallas.prefill_rows import merged_parts, row_requests, rows_of_tiles
 from jaxpaged.pallas.scores import LN2
 from jaxpaged.pallas.tuning import Gpu, gpu_of
@@ -93,13 +93,16 @@ def paged_attention(
     return_lse: bool,
     interpret: Interpreter | None,
     gpu: Gpu | None = None,
+    plan_by_kernel: bool = False,
 ) -> tuple[Any, Any]:
     """`jaxpaged.paged_attention` on arguments that nothing refuses; the lse is None unless asked for.
 
     Args:
       gpu: what it is compiled for; the default one when None.
+      plan_by_kernel: whether plans are made by kernels, as far as these can, and not by XLA; see `plans.py`.
     """
     gpu = gpu or gpu_of()
+    planner: dict[str, Any] = {"by_kernel": plan_by_kernel, "interpret": interpret}
     num_tokens, num_heads, _ = query.shape
     longest = _decoded(query, cache, batch, batch_invariant)
     all_decoded = batch.max_query_len is not None and batch.max_query_len <= longest
@@ -109,6 +112,7 @@ def paged_attention(
         chunk = 1 if batch_invariant else next(n for n in (MOST_DECODED, 4, 2, 1) if n * group <= most_rows)
         chunks = in_chunks(cache, batch, chunk, num_tokens=num_tokens, causal=options.causal)
         how = {"out_dtype": out_dtype, "batch_invariant": batch_invariant, "return_lse": return_lse, "gpu": gpu}
+        how["plan_by_kernel"] = plan_by_kernel
         return paged_attention(query, cache, chunks, options, interpret=interpret, **how)
     cascades = all_decoded and not batch_invariant and cache.dtype == query.dtype and sees_all_of_a_prefix(options)
     if batch.shares_prefix and cascades:
@@ -122,14 +126,12 @@ def paged_attention(
     if longest > 0:
         shape = decode_config(query, cache, batch, out_dtype, batch_invariant, longest, gpu)
         shape = dataclasses.replace(shape, overlaps=not all_decoded)
-        plan = _plan_decode(
-            cache, batch, options, shape, others_elsewhere=not all_decoded, batch_invariant=batch_invariant
-        )
+        kind = {"others_elsewhere": not all_decoded, "batch_invariant": batch_invariant}
+        plan = _plan_decode(cache, batch, options, shape, **kind, **planner)
     if not all_decoded:
         tiles = prefill_config(query, cache, batch, options, out_dtype, return_lse, batch_invariant, gpu)
-        prefill_plan = plan_prefill(
-            cache, batch, options, tiles.tiling, num_tokens=num_tokens, num_heads=num_heads, shortest=longest + 1
-        )
+        sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "shortest": longest + 1}
+        prefill_plan = plan_prefill(cache, batch, options, tiles.tiling, **sizes, **planner)
         # With both plans there, decode follows at once, and its first CTAs start where prefill's last ones have ended.
         plan, prefill_plan = lax.optimization_barrier((plan, prefill_plan))
         reserve = workspace_types(shape, batch.num_reqs) if longest > 0 else ()
@@ -210,7 +212,8 @@ def _cascade(
     by_request = (batch.num_reqs, cache.num_kv_heads, shape.padded_v_size, shape.columns)
     out = jax.new_ref(lax.empty(by_request, jnp.float32))
     part_lse, part_out = attend_to_prefix(query, cache, prefix, options, tiles, interpret)
-    plan = _plan_decode(cache, batch, options, shape, others_elsewhere=False, batch_invariant=False, skip=prefix.tokens)
+    kind = {"others_elsewhere": False, "batch_invariant": False, "skip": prefix.tokens}
+    plan = _plan_decode(cache, batch, options, shape, by_kernel=False, interpret=interpret, **kind)
     without_sinks = dataclasses.replace(options, sinks=None)
     lse = _decode(query, cache, batch, plan, without_sinks, shape, out, True, interpret)
     rest = rows_of_requests(jax.freeze(out)[:, :, : cache.v_head_size], shape, batch).swapaxes(2, 3)

@@ -49,8 +49,8 @@ def gather(ref: Any, index: Any, interpret: Interpreter | None) -> Any:
       index: [n] int32, all in range.
     """
     if interpret is not None:
-        for extreme in (jnp.min, jnp.max):  # so that the interpreter sees it if one is out of range
-            ref[extreme(index)]
+        seen = _seen(index, ref.shape[0])
+        ref[jnp.max(seen)]  # so that the interpreter sees it if one is out of range
         return ref[...][index]
 
     def load(_: Any, ref: Any, index: Any) -> Any:
@@ -78,9 +78,8 @@ def scatter(ref: Any, index: Sequence[Any], values: Sequence[Any], chosen: Any, 
         rows = jnp.stack(values, axis=1)
 
         def one(i: Any, _: None) -> None:
-            @pl.when(chosen[i] == 1)
-            def _() -> None:
-                ref[(*(x[i] for x in index), slice(None))] = rows[i]
+            where = (*(_seen(x[i], size) for x, size in zip(index, ref.shape, strict=False)), slice(None))
+            pl.when(chosen[i] == 1)(lambda: ref.__setitem__(where, rows[i]))
 
         lax.fori_loop(0, chosen.shape[0], one, None)
         return
@@ -167,3 +166,8 @@ def _element(register: Any) -> Any:
 def _place(index: Any, at: tuple[int, ...]) -> Any:
     """Where in memory a register's element is looked up or written."""
     return arith.index_cast(ir.IndexType.get(), _element(index.registers[at]))
+
+
+def _seen(index: Any, size: int) -> Any:
+    """Indices of which the interpreter sees those out of range: it counts those below 0 from the end."""
+    return jnp.where(index < 0, size, index)

@@ -245,7 +245,7 @@ class PrefillLists:
         items = jnp.where(group < MAX_GROUPS, items, 0) * self.per_pair
         turns = div(items, num_lists)
         rest, backward = items - turns * num_lists, lax.rem(turns, jnp.int32(2))
-        # A group's last, partial turn runs backwards when it is an odd one; the next group starts at the lists left out.
+        # A group's last, partial turn runs backwards if it is an odd one; the next group starts at the lists left out.
         moved = jnp.where(backward == 0, rest, -rest)
         moved_before = prefix_sum(moved, sums, interpret)[0] - moved
         first_list = lax.rem(moved_before + MAX_GROUPS * num_lists, jnp.int32(num_lists))

@@ -197,9 +197,7 @@ def _write_piece(lists: PrefillLists, known: _Known, number: Any, interpret: Int
     lax.fori_loop(first_group, last_group + 1, write, None)
 
 
-def _write_group(
-    lists: PrefillLists, known: _Known, piece: _Piece, group: Any, interpret: Interpreter | None
-) -> None:
+def _write_group(lists: PrefillLists, known: _Known, piece: _Piece, group: Any, interpret: Interpreter | None) -> None:
     """Write those items of a piece that are in a group."""
     groups, num_lists, per_pair = known.groups, lists.tiling.num_ctas, lists.per_pair
     num_heads = lists.heads * per_pair
@@ -221,7 +219,7 @@ def _write_group(
 
 
 def _before(lists: PrefillLists, known: _Known, piece: _Piece, group: Any, interpret: Interpreter | None) -> Any:
-    """How many items (of a piece and a kv head) of a group come before the piece's one of head 0, if that were in it."""
+    """How many items (of a piece and a kv head) of a group come before the piece's of head 0, were that one in it."""
     groups, pieces, heads = known.groups, known.pieces, lists.heads
     # The first request of the group lacks some of the first heads, the last one some of the last.
     first, first_end, lacked_first = groups.first_piece[group], groups.next_piece[group], groups.head[group]
