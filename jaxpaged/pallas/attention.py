@@ -27,7 +27,8 @@ from jaxpaged.pallas.eight_bits import scale_refusal
 from jaxpaged.pallas.functions import function_refusal
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.plans import plan_decode, plan_prefill
-from jaxpaged.pallas.prefill import prefill
+from jaxpaged.pallas.prefill import PrefillShape, prefill
+from jaxpaged.pallas.prefill_plan import PrefillPlan
 from jaxpaged.pallas.prefill_rows import merged_parts, row_requests, rows_of_tiles
 from jaxpaged.pallas.scores import LN2
 from jaxpaged.pallas.tuning import Gpu, gpu_of
@@ -117,12 +118,10 @@ def paged_attention(
     cascades = all_decoded and not batch_invariant and cache.dtype == query.dtype and sees_all_of_a_prefix(options)
     if batch.shares_prefix and cascades:
         return _cascade(query, cache, batch, options, longest, out_dtype, interpret, gpu)
-    out = jax.new_ref(lax.empty((num_tokens, num_heads, cache.v_head_size), out_dtype))
-    lse: Any = None
-    prefilled: Any = None
     plan: Any = None
+    shape: Any = None
+    tiles: Any = None
     prefill_plan: Any = None
-    workspace: Any = None
     if longest > 0:
         shape = decode_config(query, cache, batch, out_dtype, batch_invariant, longest, gpu)
         shape = dataclasses.replace(shape, overlaps=not all_decoded)
@@ -132,29 +131,50 @@ def paged_attention(
         tiles = prefill_config(query, cache, batch, options, out_dtype, return_lse, batch_invariant, gpu)
         sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "shortest": longest + 1}
         prefill_plan = plan_prefill(cache, batch, options, tiles.tiling, **sizes, **planner)
-        # With both plans there, decode follows at once, and its first CTAs start where prefill's last ones have ended.
-        plan, prefill_plan = lax.optimization_barrier((plan, prefill_plan))
-        reserve = workspace_types(shape, batch.num_reqs) if longest > 0 else ()
-        tile_lse, part_out, workspace = prefill(
-            query, cache, batch, prefill_plan, options, tiles, out, interpret, reserve
-        )
-    if longest > 0:
+    out = jax.new_ref(lax.empty((num_tokens, num_heads, cache.v_head_size), out_dtype))
+    if prefill_plan is None:
+        lse = _decode(query, cache, batch, plan, options, shape, out, return_lse, interpret)
+        return jax.freeze(out), lse.T * LN2 if return_lse else None
+    return _prefill_and_decode(
+        query, cache, batch, options, (plan, prefill_plan), (shape, tiles), out, return_lse, interpret
+    )
+
+
+def _prefill_and_decode(
+    query: Any,
+    cache: KVCache,
+    batch: PagedBatch,
+    options: AttentionOptions,
+    plans: tuple[DecodePlan | None, PrefillPlan],
+    shapes: tuple[DecodeShape | None, PrefillShape],
+    out: Any,
+    return_lse: bool,
+    interpret: Interpreter | None,
+) -> tuple[Any, Any]:
+    """A batch with requests of many new tokens, and perhaps some of few that decode takes."""
+    # With both plans there, decode follows at once, and its first CTAs start where prefill's last ones have ended.
+    plan, prefill_plan = lax.optimization_barrier(plans)
+    shape, tiles = shapes
+    reserve = () if shape is None else workspace_types(shape, batch.num_reqs)
+    tile_lse, part_out, workspace = prefill(query, cache, batch, prefill_plan, options, tiles, out, interpret, reserve)
+    short_lse: Any = None
+    if shape is not None:
         short_lse = _decode(query, cache, batch, plan, options, shape, out, return_lse, interpret, workspace)
-    if not all_decoded:
-        if tiles.in_parts:
-            prefilled, lse = merged_parts(prefill_plan, part_out, tile_lse, options.sinks, tiles, batch)
-        elif return_lse:
-            lse = rows_of_tiles(prefill_plan, tile_lse, tiles, batch)[:, 0].T * LN2
     result = jax.freeze(out)
-    if longest == 0:
-        return (result if prefilled is None else prefilled.astype(out_dtype)), lse
-    if not all_decoded and (return_lse or prefilled is not None):
-        decoded = plan.requests[row_requests(batch, num_tokens)[0], field.Q_LEN] >= 0
+    lse: Any = None
+    if return_lse and not tiles.in_parts:
+        lse = rows_of_tiles(prefill_plan, tile_lse, tiles, batch)[:, 0].T * LN2
+    prefilled: Any = None
+    if tiles.in_parts:
+        prefilled, lse = merged_parts(prefill_plan, part_out, tile_lse, options.sinks, tiles, batch)
+        prefilled, lse = prefilled.astype(result.dtype), lse if return_lse else None
+    if shape is None:
+        return (result if prefilled is None else prefilled), lse
+    decoded = plan.requests[row_requests(batch, query.shape[0])[0], field.Q_LEN] >= 0
     if prefilled is not None:
-        result = jnp.where(decoded[:, None, None], result, prefilled.astype(out_dtype))
+        result = jnp.where(decoded[:, None, None], result, prefilled)
     if return_lse:
-        short_lse = short_lse.T * LN2
-        lse = short_lse if all_decoded else jnp.where(decoded, short_lse, lse)
+        lse = jnp.where(decoded, short_lse.T * LN2, lse)
     return result, lse
 
 
