@@ -17,7 +17,7 @@ import typer
 from attention_cases import CASES, Case, bytes_read, memory_bound, operations
 from attention_measure import Job, measure
 from attention_process import measure_all
-from attention_results import OURS, Report, as_json, from_json
+from attention_results import OURS, Report, as_json, from_json, joined
 from attention_table import PEERS, markdown, print_table, render
 from rich.box import SIMPLE
 from rich.console import Console
@@ -33,7 +33,9 @@ def main(
     implementation: Annotated[str, typer.Option(help="Which of ours.")] = "mosaic_gpu",
     write: Annotated[bool, typer.Option("--write", help="Write the table to benchmarks/results.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here, after each case.")] = None,
-    load: Annotated[Path | None, typer.Option(help="Measure nothing: show what --json wrote.")] = None,
+    load: Annotated[
+        list[Path] | None, typer.Option(help="Measure nothing: show what --json wrote, of any runs.")
+    ] = None,
     log: Annotated[Path | None, typer.Option(help="File for what the measuring process prints.")] = None,
     minutes: Annotated[float, typer.Option(help="Leave out the cases that aren't done by then.")] = 9.0,
     case_seconds: Annotated[float, typer.Option(help="After so long without a result a case has hung.")] = 120.0,
@@ -48,9 +50,10 @@ def main(
         _list(cases)
         return
     command = _command()
-    if load is not None:
-        data = json.loads(load.read_text(encoding="utf-8"))
-        report, command = from_json(data), data["command"]
+    if load:
+        runs = [json.loads(path.read_text(encoding="utf-8")) for path in load]
+        report = joined([from_json(run) for run in runs])
+        command = " and ".join(" ".join(run["command"]) for run in runs).split(" ")
     else:
         names = tuple(name for name in PEERS if name in peers.split(","))
         job = Job(cases, names, rounds, implementation, "cuda", tuple(profiler.split(",")))

@@ -91,3 +91,23 @@ def from_json(data: Mapping[str, Any]) -> Report:
     ]
     ceilings = Ceilings(**data["ceilings"]) if data["ceilings"] else None
     return Report(dict(data["machine"]), ceilings, rows, list(data["notes"]))
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """The rows of several runs on one kind of machine, with the ceilings of the first.
+
+    Raises:
+      ValueError: the machines or versions differ, or a case is in two of them.
+    """
+    first = reports[0]
+    for report in reports[1:]:
+        different = {k for k in first.machine | report.machine if first.machine.get(k) != report.machine.get(k)}
+        if different - {"date"}:
+            raise ValueError(f"reports: expected runs on one kind of machine, got other {', '.join(sorted(different))}")
+    rows = [row for report in reports for row in report.rows]
+    names = [row.case for row in rows]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"reports: expected each case once, got twice: {', '.join(twice)}")
+    notes = list(dict.fromkeys(note for report in reports for note in report.notes))
+    return Report(dict(first.machine), first.ceilings, rows, notes)

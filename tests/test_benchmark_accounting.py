@@ -169,3 +169,17 @@ def test_targets_are_of_the_layer_and_the_plan():
     text = table.markdown(table.render(report, (cases.FLASH,)), report, ["python"])
     assert "| decode 64x4096 | 100.0 | 250.0 | 350.0 |" in text
     assert "Plan of 64 mixed requests with 8192 new tokens: 250.0 µs of the device and 0 of the host" in text
+
+
+def test_runs_are_joined_if_they_are_of_one_machine():
+    def run(case, **machine):
+        rows = [results.Row(case, {"jaxpaged": results.Result(microseconds=1.0)}, 1.0)]
+        return results.Report(machine, None, rows, ["slow"])
+
+    whole = results.joined([run("a", GPU="H200", date="1"), run("b", GPU="H200", date="2")])
+    assert [row.case for row in whole.rows] == ["a", "b"]
+    assert whole.machine == {"GPU": "H200", "date": "1"} and whole.notes == ["slow"]
+    with pytest.raises(ValueError, match="other GPU"):
+        results.joined([run("a", GPU="H200"), run("b", GPU="H100")])
+    with pytest.raises(ValueError, match="twice: a"):
+        results.joined([run("a"), run("a")])
