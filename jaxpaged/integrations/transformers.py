@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from jaxpaged.backends.arguments import attention_options, check_caches
+from jaxpaged.backends.checks import check_activation, check_tensors
 from jaxpaged.backends.functional import flash_attn_varlen_func, flash_attn_with_kvcache, reshape_and_cache_flash
 from jaxpaged.bridge.dlpack import refuse_grad
 from jaxpaged.integrations.transformers_decode_path import offer_block_tables
@@ -89,6 +91,7 @@ def attention_forward(
     step = Step.of(batch)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "s_aux": s_aux}
+    _check(layer, q, k, v, options)
     if step.block_table is not None:
         out = _decode(layer, step, q, k, v, options)
     elif layer.is_rolling and not step.decodes_from_cache(layer.group):
@@ -175,10 +178,21 @@ def _refuse(module: torch.nn.Module, attention_mask: Any, dropout: float, batch:
     if dropout:
         raise ValueError(f"dropout: not supported, expected 0, got {dropout!r}; call model.eval()")
     for name in _REFUSED:
-        if batch.get(name) not in (None, False):
+        if batch.get(name) is not None and batch[name] is not False:
             raise ValueError(f"{name}: not supported by {NAME}, expected None, got {type(batch[name]).__name__}")
     if batch.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise ValueError(f"is_causal: {NAME} is for decoders, expected True, got False")
+
+
+def _check(layer: Layer, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
+    """What the functions below would find wrong as well, but after the write."""
+    check_tensors(query=q, key=k, value=v, s_aux=options["s_aux"])
+    check_activation("query", q, ("num_tokens", "num_heads", "head_size"))
+    key_cache, value_cache = layer.blocks(layer.block_size)
+    for name, x, cache in (("key", k, key_cache), ("value", v, value_cache)):
+        check_activation(name, x, ("num_tokens", *cache.shape[2:]), q.dtype)
+    check_caches(q, key_cache, value_cache, ("cache.key_cache", "cache.value_cache"))
+    attention_options(q, 0, causal=True, window_size=layer.window_size, alibi_slopes=None, **options)
 
 
 def _check_states(name: str, x: Any, query: torch.Tensor) -> None:

@@ -1,0 +1,345 @@
+"""Models of real families on transformers' continuous batching: jaxpaged says what transformers' own attention says."""
+
+import collections
+import dataclasses
+import functools
+import random
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", reason="the engine, of the extra jaxpaged[transformers]")
+
+from jaxpaged.demo.engine import Engine  # noqa: E402
+from jaxpaged.demo.export import export_model  # noqa: E402
+from jaxpaged.demo.model import load_demo_model  # noqa: E402
+from jaxpaged.demo.scheduler import Request  # noqa: E402
+from jaxpaged.demo.text import DOCUMENT_BOUNDARY, decode, encode  # noqa: E402
+from jaxpaged.integrations import transformers as integration  # noqa: E402
+from jaxpaged.integrations import transformers_decode_path  # noqa: E402
+
+NEW_TOKENS = 10
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # with smaller weights wrong attention gives the same tokens
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+DEMO_PROMPTS = [
+    "import os\n\n\ndef walk(top):\n",
+    'class Stack:\n    """A stack of items."""\n\n    def __init__(self):\n',
+    "def main(argv=None):\n    import argparse\n    parser = argparse.ArgumentParser(",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model's architecture and what is special of it.
+
+    Attributes:
+      reference: the implementation to compare with; "eager" is outside of continuous batching, one prompt at a time.
+      fault: arguments of the attention, made wrong; the tokens must differ then.
+    """
+
+    architecture: str
+    special: dict
+    reference: str = "paged|eager"
+    fault: dict = dataclasses.field(default_factory=lambda: {"scaling": 0.02})
+
+
+ALTERNATING = ["sliding_attention", "full_attention"]
+FAMILIES = {
+    "llama": Family("Llama", {}, reference="paged|sdpa"),
+    "mistral": Family("Mistral", {"sliding_window": 12}, reference="paged|sdpa"),
+    "qwen2": Family("Qwen2", {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1}),
+    # No paged attention of transformers' own applies a soft cap.
+    "gemma2": Family(
+        "Gemma2",
+        {"head_dim": 16, "sliding_window": 10, "attn_logit_softcapping": 2.0, "layer_types": ALTERNATING},
+        reference="eager",
+        fault={"softcap": None},
+    ),
+    "gemma3": Family("Gemma3", {"head_dim": 16, "sliding_window": 10, "layer_types": ALTERNATING}),
+    "gpt_oss": Family(
+        "GptOss",
+        {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ALTERNATING,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        fault={"s_aux": None},
+    ),
+    "phi3": Family("Phi3", {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}),
+}
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    integration.register()
+    yield
+    integration.register()
+
+
+@functools.cache
+def model_of(name: str):
+    family = FAMILIES[name]
+    config_name = f"{family.architecture}{'Text' if name == 'gemma3' else ''}Config"
+    config = getattr(transformers, config_name)(**SIZES | family.special)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family.architecture}ForCausalLM")(config).eval()
+    if name == "gpt_oss":
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.normal_(2.0, 1.0)
+    return model
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    lengths = [1, 2, 3, 5, 8, 11, 12, 13, 16, 17, 20, 23, 25, 28, 31, 33, 37, 40, 44, 47]
+    rng.shuffle(lengths)
+    drawn = [[rng.randrange(1, 128) for _ in range(length)] for length in lengths]
+    # Some begin alike: transformers finds the blocks of a prefix again.
+    return [drawn[0][:8] + tokens[8:] if i % 4 == 0 else tokens for i, tokens in enumerate(drawn)]
+
+
+def greedy(max_new_tokens: int = NEW_TOKENS):
+    return transformers.GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+
+
+def batching(**changes):
+    sizes = {"block_size": 4, "num_blocks": 256, "max_batch_tokens": 32}
+    return transformers.ContinuousBatchingConfig(**sizes | changes)
+
+
+def generate(model, implementation: str, **changes) -> list[list[int]]:
+    """New tokens of every prompt; all but the first seven arrive when one of those has finished."""
+    model.set_attn_implementation(implementation)
+    results = {}
+    with model.continuous_batching_context_manager(
+        generation_config=greedy(), continuous_batching_config=batching(**changes), block=True
+    ) as manager:
+        numbers = {manager.add_request(prompt): i for i, prompt in enumerate(prompts()[:7])}
+        while len(results) < len(prompts()):
+            result = manager.get_result(timeout=1)
+            if result is None:
+                assert manager.is_running(), "the generation thread has died"
+                continue
+            assert result.error is None, result.error
+            results[numbers[result.request_id]] = result.generated_tokens
+            if len(numbers) == 7:
+                numbers |= {manager.add_request(prompt): 7 + i for i, prompt in enumerate(prompts()[7:])}
+    return [results[i] for i in range(len(prompts()))]
+
+
+@functools.cache
+def reference(name: str) -> list[list[int]]:
+    model, implementation = model_of(name), FAMILIES[name].reference
+    if implementation != "eager":
+        return generate(model, implementation)
+    model.set_attn_implementation("eager")
+    outputs = [model.generate(torch.tensor([p]), generation_config=greedy()) for p in prompts()]
+    return [output[0, len(p) :].tolist() for output, p in zip(outputs, prompts(), strict=True)]
+
+
+def register_instead(function) -> None:
+    transformers.AttentionInterface.register(integration.NAME, function)
+
+
+class Recorder:
+    """attention_forward, and what it was called with: calls by layer, the lists that steps are told apart by, kinds."""
+
+    def __init__(self):
+        self.calls, self.steps, self.kinds = collections.Counter(), [], collections.Counter()
+        self.cache = None
+
+    def __call__(self, module, query, *args, **kwargs):
+        self.calls[module.layer_idx] += 1
+        assert torch.is_grad_enabled() is False
+        self.cache = kwargs["cache"]
+        if module.layer_idx == 0:
+            self.steps.append(kwargs["read_index"])
+            past = kwargs["read_index"][0].numel() > 0
+            lens = kwargs["cu_seq_lens_q"].diff()
+            kind = "table" if kwargs["block_table"] is not None else "decode" if int(lens.max()) == 1 else "mixed"
+            self.kinds[kind if past or kind == "table" else "first"] += 1
+        else:
+            assert kwargs["read_index"] is self.steps[-1]
+        return integration.attention_forward(module, query, *args, **kwargs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_equal_those_of_transformers_own_attention(name: str) -> None:
+    recorder = Recorder()
+    register_instead(recorder)
+    assert generate(model_of(name), integration.NAME) == reference(name)
+    steps = len(recorder.steps)
+    assert recorder.calls == {layer: steps for layer in range(model_of(name).config.num_hidden_layers)}
+    assert min(recorder.kinds[kind] for kind in ("first", "mixed", "decode")) > 0
+    # A plan is found again by its step's list: every step has to have its own.
+    assert len({id(step) for step in recorder.steps}) == steps
+    if recorder.cache.use_prefix_sharing:
+        assert recorder.cache._total_prefix_length > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_a_wrong_option_gives_other_tokens(name: str) -> None:
+    """The comparison would notice: what is special of a family matters to its tokens."""
+
+    def wrong(*args, **kwargs):
+        return integration.attention_forward(*args, **kwargs | FAMILIES[name].fault)
+
+    register_instead(wrong)
+    assert generate(model_of(name), integration.NAME) != reference(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_attention_that_ignores_the_cached_context_gives_other_tokens(name: str) -> None:
+    def forgetful(module, query, key, value, attention_mask, *, scaling, cu_seq_lens_q, **kwargs):
+        out = torch.zeros(query.shape[2], query.shape[1], query.shape[3])
+        for start, end in zip(cu_seq_lens_q[:-1], cu_seq_lens_q[1:], strict=True):
+            new = (x[:, :, start:end] for x in (query, key, value))
+            seen = torch.nn.functional.scaled_dot_product_attention(
+                *new, scale=scaling, is_causal=True, enable_gqa=True
+            )
+            out[start:end] = seen[0].transpose(0, 1)
+        return out.unsqueeze(0), None
+
+    register_instead(forgetful)
+    tokens = generate(model_of(name), integration.NAME)
+    assert sum(ours != theirs for ours, theirs in zip(tokens, reference(name), strict=True)) >= 15
+
+
+def test_windows_matter_to_the_tokens() -> None:
+    config = transformers.MistralConfig(**SIZES | {"sliding_window": None})
+    torch.manual_seed(0)
+    assert generate(transformers.MistralForCausalLM(config).eval(), "paged|sdpa") != reference("mistral")
+
+
+@pytest.mark.parametrize("block_size", [5, 256])
+def test_other_block_sizes(block_size: int) -> None:
+    assert generate(model_of("gemma3"), integration.NAME, block_size=block_size, num_blocks=128) == reference("gemma3")
+
+
+def test_a_small_cache_sends_requests_away_and_takes_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+
+    sent_away, offload = [], OffloadingManager.offload_requests
+
+    def counted(self):
+        sent_away.append(offload(self))
+        return sent_away[-1]
+
+    monkeypatch.setattr(OffloadingManager, "offload_requests", counted)
+    assert generate(model_of("llama"), integration.NAME, num_blocks=24) == reference("llama")
+    assert sum(sent_away) > 0
+
+
+def test_block_tables_and_padding_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers does only on CUDA, on the CPU: its decode path, and the padding of steps for CUDA graphs."""
+    from transformers.generation.continuous_batching import initialization, model_runner
+
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *args: None)
+    made = model_runner.ModelRunner.__init__
+
+    def with_padding(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        self.pad_inputs = True
+
+    for padded in (False, True):
+        if padded:
+            monkeypatch.setattr(model_runner.ModelRunner, "__init__", with_padding)
+        recorder = Recorder()
+        register_instead(recorder)
+        assert generate(model_of("llama"), integration.NAME) == reference("llama")
+        assert recorder.kinds["table"] > 5
+
+
+def test_on_cuda_continuous_batching_is_to_take_it_for_flash_attention() -> None:
+    from transformers.generation.continuous_batching import cache, initialization
+
+    for name, expected in ((integration.NAME, True), ("paged|sdpa", False), ("paged|flash_attention_2", True)):
+        config = transformers.LlamaConfig(attn_implementation=name)
+        for module in (cache, initialization):
+            assert module.is_flash_attention_requested(config) is expected
+            assert module.is_flash_attention_requested(config, version=[2, 3]) is expected
+    found = initialization.lazy_import_paged_flash_attention(integration.NAME)
+    assert found == (integration.flash_attn_varlen_func, integration.flash_attn_with_kvcache)
+
+
+def test_registering_again_wraps_nothing_twice() -> None:
+    from transformers.generation.continuous_batching import initialization
+
+    functions = (initialization.is_flash_attention_requested, initialization.lazy_import_paged_flash_attention)
+    assert integration.register() == "paged|jaxpaged"
+    assert functions == (
+        initialization.is_flash_attention_requested,
+        initialization.lazy_import_paged_flash_attention,
+    )
+    assert transformers.AttentionInterface()[integration.NAME] is integration.attention_forward
+
+
+def test_a_change_of_what_is_private_to_transformers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.generation.continuous_batching import initialization
+
+    monkeypatch.delattr(initialization, "lazy_import_paged_flash_attention")
+    with pytest.raises(ImportError, match=r"initialization has no lazy_import_paged_flash_attention"):
+        transformers_decode_path.offer_block_tables(integration.NAME, (None, None))
+
+
+def test_a_newer_release_gets_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        integration.register()
+    monkeypatch.setattr(integration.importlib.metadata, "version", lambda package: "5.18.0.dev0")
+    with pytest.warns(RuntimeWarning, match=r"written for 5.17 and never tested with 5.18.0.dev0"):
+        integration.register()
+
+
+def test_the_demo_model_says_what_it_says_in_its_own_engine(tmp_path) -> None:
+    own = Engine(load_demo_model(), max_step_tokens=48)
+    requests = [Request(text, encode(text), 40, stop_token=DOCUMENT_BOUNDARY) for text in DEMO_PROMPTS]
+    for request in requests:
+        own.add(request)
+    collections.deque(own.run(), maxlen=0)
+    model = transformers.LlamaForCausalLM.from_pretrained(export_model(tmp_path), dtype=torch.float32)
+    recorder = Recorder()
+    register_instead(recorder)
+    model.set_attn_implementation(integration.NAME)
+    results = model.generate_batch(
+        [request.prompt for request in requests],
+        generation_config=transformers.GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=0),
+        continuous_batching_config=batching(block_size=16, max_batch_tokens=48),
+    )
+    said = {tuple(result.prompt_ids): result.generated_tokens for result in results.values()}
+    assert [said[tuple(request.prompt)] for request in requests] == [request.generated for request in requests]
+    assert len(set(recorder.calls.values())) == 1
+    assert set(recorder.calls) == set(range(6))
+    texts = [decode(request.generated) for request in requests]
+    assert all(text.isascii() for text in texts)
+    assert len(set(texts)) == len(texts)
+
+
+def test_a_model_outside_of_continuous_batching_says_what_to_do() -> None:
+    model = model_of("llama")
+    model.set_attn_implementation(integration.NAME)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="cache: expected that of continuous batching, got None; call"),
+    ):
+        model(torch.tensor([[1, 2, 3]]))
