@@ -94,7 +94,7 @@ def attention_forward(
     _check(layer, q, k, v, options)
     if step.block_table is not None:
         out = _decode(layer, step, q, k, v, options)
-    elif layer.is_rolling and not step.decodes_from_cache(layer.group):
+    elif layer.ring is not None and not step.decodes_from_cache(layer.group):
         out = _attend_beside_cache(layer, step, q, k, v, options)
     else:
         out = _write_and_attend(layer, step, q, k, v, options)
@@ -123,7 +123,7 @@ def _decode(layer: Layer, step: Step, q: Any, k: Any, v: Any, options: dict[str,
 
 
 def _write_and_attend(layer: Layer, step: Step, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
-    """Any batch of a full layer, and the decodes of one with a rolling cache, where a query sees all that is kept."""
+    """Any batch of a layer that keeps all, and decodes of one with a ring, where a query sees all that is kept."""
     plan = plan_of(layer, step)
     key_cache, value_cache = layer.blocks(layer.block_size)
     reshape_and_cache_flash(k, v, key_cache, value_cache, step.write_index[layer.group], "auto", 1.0, 1.0)
@@ -137,14 +137,14 @@ def _write_and_attend(layer: Layer, step: Step, q: Any, k: Any, v: Any, options:
         max_seqlen_q=step.max_seqlen_q,
         max_seqlen_k=step.max_seqlen_k_of(layer.layer_type),
         causal=True,
-        window_size=(-1, -1) if layer.is_rolling else layer.window_size,
+        window_size=layer.window_size if layer.ring is None else (-1, -1),
         block_table=plan.block_table,
         **options,
     )
 
 
 def _attend_beside_cache(layer: Layer, step: Step, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
-    """Prompts of a layer with a rolling cache: new keys overwrite old ones that their first queries still see.
+    """Prompts of a layer with a ring: new keys overwrite old ones that their first queries still see.
 
     So transformers' `update` reads the last ones in the window, and puts the new ones beside them, before it writes.
     """
@@ -209,7 +209,8 @@ def _check_version() -> None:
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f'transformers is not installed, expected {wanted}: pip install "jaxpaged[transformers]"')
+        hint = 'pip install "jaxpaged[transformers]"'
+        raise ImportError(f"transformers: expected {wanted}, but it is not installed: {hint}") from None
     release = tuple(int(part) for part in version.split(".")[:2])
     if release < WRITTEN_FOR:
         raise ImportError(

@@ -1,8 +1,8 @@
 """transformers' decode path with block tables, for an attention function that isn't FlashAttention.
 
 Continuous batching makes block tables, captures CUDA graphs without being asked, and leaves out the memory of masks,
-only for implementations that it takes for FlashAttention, by their names. There is no public way to say that another one
-can do the same. This replaces two functions by name in transformers' own modules; seen to work in 5.17.0.
+only for implementations that it takes for FlashAttention, by their names. There is no public way to say that another
+one can do the same. This replaces two functions in transformers' own modules; seen to work in 5.17.0.
 """
 
 import functools

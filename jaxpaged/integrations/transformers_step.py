@@ -74,8 +74,7 @@ class Layer:
     Attributes:
       group: of which group of layers it is one.
       window: how many positions a query sees, its own included; None for all.
-      is_rolling: whether the cache keeps the last `window` tokens alone, the token at position p in the p modulo
-        `window`-th place.
+      ring: how many tokens the cache keeps of a request, that at position p in the place p modulo `ring`; None for all.
     """
 
     cache: Any
@@ -84,7 +83,7 @@ class Layer:
     key_cache: torch.Tensor
     value_cache: torch.Tensor
     window: int | None
-    is_rolling: bool
+    ring: int | None
 
     @classmethod
     def of(cls, module: Any, cache: Any, sliding_window: int | None) -> Self:
@@ -99,23 +98,23 @@ class Layer:
                 'another attn_implementation, say "sdpa", for its own forward and generate'
             )
         index = getattr(module, "layer_idx", None)
-        if index not in cache.layer_index_to_group_indices:
+        if index is None or index not in cache.layer_index_to_group_indices:
             raise ValueError(f"module.layer_idx: expected a layer of the cache, got {index!r}")
         group, place = cache.layer_index_to_group_indices[index]
         kept = cache.sliding_windows[index]
-        is_rolling = kept != 1  # so transformers writes that a layer keeps all
+        ring = None if kept == 1 else kept  # so transformers writes that a layer keeps all
         if sliding_window is not None and (isinstance(sliding_window, bool) or not isinstance(sliding_window, int)):
             raise TypeError(f"sliding_window: expected an int or None, got {sliding_window!r}")
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"sliding_window: expected 1 or more, or None, got {sliding_window}")
-        if is_rolling and sliding_window not in (None, kept):
-            raise ValueError(f"sliding_window: expected {kept}, which the cache keeps, or None, got {sliding_window}")
-        window = kept if is_rolling else sliding_window
-        return cls(cache, index, group, cache.key_cache[place], cache.value_cache[place], window, is_rolling)
+        if ring is not None and sliding_window not in (None, ring):
+            raise ValueError(f"sliding_window: expected {ring}, which the cache keeps, or None, got {sliding_window}")
+        window = sliding_window if ring is None else ring
+        return cls(cache, index, group, cache.key_cache[place], cache.value_cache[place], window, ring)
 
     @property
     def layer_type(self) -> str:
-        return SLIDING if self.is_rolling else FULL
+        return FULL if self.ring is None else SLIDING
 
     @property
     def block_size(self) -> int:
@@ -153,8 +152,8 @@ _latest = threading.local()
 def plan_of(layer: Layer, step: Step) -> Plan:
     """The plan of a layer's group, made by the first layer that asks in a step.
 
-    Steps are told apart by their list of read indices, a new one in each, while the tensors in it are written anew. What
-    was planned before a CUDA graph's capture is planned again in it, so that replays plan, too.
+    Steps are told apart by their list of read indices, a new one in each, while the tensors in it are written anew.
+    What was planned before a CUDA graph's capture is planned again in it, so that replays plan, too.
     """
     capturing = step.cu_seq_lens_q.is_cuda and torch.cuda.is_current_stream_capturing()
     if getattr(_latest, "read_index", None) is not step.read_index or _latest.capturing != capturing:
@@ -172,31 +171,29 @@ def _make_plan(layer: Layer, step: Step) -> Plan:
         return Plan(step.block_table[layer.group], layer.block_size, (lens - 1).clamp_min(0))
     slots, new = step.read_index[layer.group], step.write_index[layer.group]
     block_size, longest = layer.block_size, step.max_seqlen_k_of(layer.layer_type)
-    if layer.is_rolling:
-        assert layer.window is not None
-        # The last of a rolling cache's blocks may be full in part, and be followed by the first: smaller ones are not.
-        block_size = math.gcd(block_size, layer.window)
-        longest = min(longest, layer.window)
+    if layer.ring is not None:
+        # The last of a ring's blocks may be full in part, and be followed by the first: smaller ones are not.
+        block_size, longest = math.gcd(block_size, layer.ring), min(longest, layer.ring)
         slots = slots.clone()
         slots[ends[1:] - 1] = new[: len(lens)]
     elif slots.numel() == 0:
         slots = new
-    return Plan(_block_table(slots, ends[:-1], lens, longest, block_size, layer), block_size, lens)
+    columns = -(-longest // block_size)
+    return Plan(_block_table(slots, ends[:-1], lens, columns, block_size, layer.ring), block_size, lens)
 
 
 def _block_table(
-    slots: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, longest: int, block_size: int, layer: Layer
+    slots: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, columns: int, block_size: int, ring: int | None
 ) -> torch.Tensor:
-    """[num_reqs, max_blocks] int32, the blocks of requests whose keys lie at the `slots` from their `starts` on.
+    """The blocks [num_reqs, columns] int32 of requests whose keys lie at the `slots` from their `starts` on.
 
-    A request of a rolling cache that is full may start within a block, and ends in it: it is taken from the next one on.
-    The order of its keys is another then, which one query that sees them all can't tell.
+    A request that fills its ring may start within a block, and ends in the same: it is taken from the next block on.
+    The order of its keys is another then, which a single query that sees them all can't tell.
     """
-    columns = torch.arange(-(-longest // block_size), device=slots.device) * block_size
-    last = max(slots.numel() - 1, 0)
-    first = (-slots[starts.clamp(max=last).long()]) % block_size if layer.is_rolling else torch.zeros_like(starts)
-    at = first[:, None] + columns
-    if layer.is_rolling:
-        at = at % layer.window
+    last = max(slots.numel() - 1, 0)  # rows of padding start past it
+    at = torch.arange(columns, device=slots.device) * block_size
+    if ring is not None:
+        into_next_block = -slots[starts.clamp(max=last)] % block_size
+        at = (into_next_block[:, None] + at) % ring
     table = slots[(starts[:, None] + at).clamp(max=last)] // block_size
     return torch.where(at < lens[:, None], table, -1).to(torch.int32)

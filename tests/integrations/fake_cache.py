@@ -1,7 +1,6 @@
 """A stand-in for transformers' `PagedAttentionCache`, by its rules, and steps over it, without transformers.
 
-Full layers keep every token in blocks; rolling layers the last `window`, the token at position p in the (p % window)-th
-place of the request's blocks. Layers alternate between both when there is a window.
+Full layers keep every token in blocks, rolling ones the last `window`, that at position p in the place p % `window`.
 """
 
 import dataclasses
@@ -90,7 +89,7 @@ class Part:
 def step_arguments(
     cache: FakeCache, parts: list[Part], *, with_table: bool = False, padded_to: int | None = None
 ) -> dict[str, Any]:
-    """The keyword arguments of a step; padded as for CUDA graphs, to a number of tokens, and read indices to twice it."""
+    """The keyword arguments of a step, perhaps padded to a number of tokens and requests, as for CUDA graphs."""
     groups = range(len(cache.layer_types))
     write = [[] for _ in groups]
     read = [[] for _ in groups]

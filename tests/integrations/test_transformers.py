@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import random
 import warnings
 
@@ -212,7 +213,7 @@ def test_a_wrong_option_gives_other_tokens(name: str) -> None:
 def test_attention_that_ignores_the_cached_context_gives_other_tokens(name: str) -> None:
     def forgetful(module, query, key, value, attention_mask, *, scaling, cu_seq_lens_q, **kwargs):
         out = torch.zeros(query.shape[2], query.shape[1], query.shape[3])
-        for start, end in zip(cu_seq_lens_q[:-1], cu_seq_lens_q[1:], strict=True):
+        for start, end in itertools.pairwise(cu_seq_lens_q.tolist()):
             new = (x[:, :, start:end] for x in (query, key, value))
             seen = torch.nn.functional.scaled_dot_product_attention(
                 *new, scale=scaling, is_causal=True, enable_gqa=True

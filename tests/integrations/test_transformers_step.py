@@ -7,11 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from fake_cache import SLIDING, FakeCache, Part, step_arguments  # noqa: E402
+
 from jaxpaged.integrations import transformers as integration  # noqa: E402
 from jaxpaged.integrations.transformers import attention_forward  # noqa: E402
 from jaxpaged.testing import oracle  # noqa: E402
-
-from fake_cache import SLIDING, FakeCache, Part, step_arguments  # noqa: E402
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 16
 PROMPTS = [[Part(0, 0, 5), Part(1, 0, 1), Part(2, 0, 13)], [Part(2, 13, 7), Part(0, 5, 1), Part(1, 1, 1)]]
