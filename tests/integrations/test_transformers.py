@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="the engine, of the extra jaxpaged[transformers]")
 
-from families import FAMILIES, SIZES, batching, generate, model_of, reference, register_instead  # noqa: E402
+from transformers_families import FAMILIES, SIZES, batching, generate, model_of, reference, register_instead  # noqa: E402
 
 from jaxpaged.demo.engine import Engine  # noqa: E402
 from jaxpaged.demo.export import export_model  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="the engine, of the extra jaxpaged[transformers]")
 
-from families import FAMILIES, generate, model_of, prompts  # noqa: E402
+from transformers_families import FAMILIES, generate, model_of, prompts  # noqa: E402
 
 from jaxpaged.integrations import transformers as integration  # noqa: E402
 

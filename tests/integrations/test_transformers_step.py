@@ -7,10 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fake_cache import SLIDING, FakeCache, Part, step_arguments  # noqa: E402
+from transformers_fake_cache import SLIDING, FakeCache, Part, step_arguments  # noqa: E402
 
 from jaxpaged.integrations import transformers as integration  # noqa: E402
-from jaxpaged.integrations.transformers import attention_forward  # noqa: E402
+from jaxpaged.integrations import transformers_attention  # noqa: E402
+from jaxpaged.integrations.transformers_attention import attention_forward  # noqa: E402
 from jaxpaged.testing import oracle  # noqa: E402
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 16
@@ -154,7 +155,7 @@ def test_bfloat16_caches() -> None:
 def test_tables_are_made_once_a_step_for_all_layers_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = FakeCache(window=10, block_size=4)
     requests = Requests(cache)
-    seen, attend = [], integration.flash_attn_varlen_func
+    seen, attend = [], transformers_attention.flash_attn_varlen_func
 
     def spy(q, k, v, *args, **kwargs):
         seen.append((kwargs["block_table"], kwargs["seqused_k"], k.data_ptr(), v.data_ptr()))
@@ -163,7 +164,7 @@ def test_tables_are_made_once_a_step_for_all_layers_of_a_group(monkeypatch: pyte
     for parts in PROMPTS:
         for layer in (0, 1):
             requests.run(layer, parts, step_arguments(cache, parts))
-    monkeypatch.setattr(integration, "flash_attn_varlen_func", spy)
+    monkeypatch.setattr(transformers_attention, "flash_attn_varlen_func", spy)
     for parts in DECODES[:2]:
         arguments = step_arguments(cache, parts)
         for layer in (0, 1, 0, 1):
