@@ -119,8 +119,8 @@ PREFILLS: dict[str, dict[str, Any]] = {
         "shortest": 9,
     },
 }
-interpreted_and_compiled = settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+few_examples = settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 
@@ -132,7 +132,7 @@ def check(by_xla: Planner, by_kernel: Planner, batch: PagedBatch) -> None:
 def test_decode_plans_are_the_same(kernels: None, kind: str) -> None:
     both = planners(plans.plan_decode, SMALL, **DECODE | DECODES[kind])
 
-    @interpreted_and_compiled
+    @few_examples
     @example(SMALL.batch([0, 0, 0, 0], [0, 0, 0, 0]))
     @example(SMALL.batch([1, 1, 1, 1], [320, 1, 0, 7]))
     @given(batches(SMALL, (0, 1, 1, 2, 4, 5, 50)))
@@ -150,7 +150,7 @@ def test_prefill_plans_are_the_same(kernels: None, kind: str, monkeypatch: pytes
     sizes = dataclasses.replace(SMALL, num_tokens=60) if kind == "in parts" else SMALL
     both = planners(plans.plan_prefill, sizes, **{"shortest": 1} | PREFILLS[kind])
 
-    @interpreted_and_compiled
+    @few_examples
     @example(SMALL.batch([0, 0, 0, 0], [0, 0, 0, 0]))
     @example(SMALL.batch([64, 0, 64, 64], [64, 0, 264, 264]))  # as long as each other
     @example(SMALL.batch([0, 0, 60, 0], [320, 0, 300, 0]))
