@@ -4,15 +4,21 @@ from typing import Any, ClassVar
 
 import torch
 import vllm
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MultipleOf
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from jaxpaged.backends.attention_type import AttentionType
 from jaxpaged.integrations.vllm.layer import FLOAT8_CACHES, HEAD_SIZES, UNQUANTIZED_CACHES, AttentionLayer
 from jaxpaged.integrations.vllm.metadata import JaxpagedMetadata
 from jaxpaged.integrations.vllm.version import check_version
 
-check_version(vllm.__version__)
+check_version(vllm.__version__)  # before the names that other versions may lack
+
+from vllm.v1.attention.backend import (  # noqa: E402
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: E402
 
 
 class JaxpagedBackend(AttentionBackend):
