@@ -146,6 +146,7 @@ def test_another_packages_platform_comes_first(monkeypatch, detects, allowed, ou
 
 def test_another_version_is_told_apart_before_anything_of_it_is_used(monkeypatch):
     install(monkeypatch, vllm={"__version__": "0.33.1"})
+    monkeypatch.delitem(sys.modules, "jaxpaged.integrations.vllm.backend", raising=False)
     with pytest.raises(ImportError, match=r"written for vLLM 0.32, got vLLM 0.33.1"):
         importlib.import_module("jaxpaged.integrations.vllm.backend")
 
