@@ -67,13 +67,18 @@ def row(way: Way, model: str, base: Run, ours: Run) -> str:
 
 
 def page(rows: list[str], installed: dict[str, str]) -> str:
+    """The result's page: these rows, and those that it has of other models."""
+    order = list((MODELS | ENCODERS).values())
+    models = {_model(line) for line in rows}
+    before = RESULT.read_text(encoding="utf-8").splitlines() if RESULT.exists() else []
+    rows = [line for line in before if _model(line) in order and _model(line) not in models] + rows
     lines = [
         "# vLLM on the CPU with jaxpaged's attention",
         "",
         f"- Date: {datetime.date.today().isoformat()}",
         f"- Machine: {_processor()}, {os.cpu_count()} cores",
         f"- Versions: {', '.join(f'{name} {version}' for name, version in installed.items())}",
-        "- Command: `python benchmarks/vllm_cpu.py .venv-vllm --write`",
+        "- Command: `python benchmarks/vllm_cpu.py .venv-vllm --write`; with `--model NAME` for one model.",
         f"- {NUM_PROMPTS} prompts, {MAX_TOKENS} greedy tokens each, float32; chunks of 48 tokens; 24 blocks of 32, "
         "fewer than all requests need, so some are preempted; prefix caching on. Models but the demo's are random "
         "and small.",
@@ -81,13 +86,18 @@ def page(rows: list[str], installed: dict[str, str]) -> str:
         "embeddings, relative. A worker that ignores the cache must give others.",
         "- Calls: layers x batches, counted in each worker; each wrote to the cache as often. CPU_ATTN's run made "
         "none.",
-        "- Seconds: CPU_ATTN's, ours. Ours are compilation by JAX for the most part.",
+        "- Seconds: CPU_ATTN's, ours. The machine was shared, and ours hold compilation by JAX: these are no speeds.",
         "",
         "| model | run | same answers | calls | preemptions | tokens from prefixes | s |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-        *rows,
+        *sorted(rows, key=lambda line: order.index(_model(line))),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _model(line: str) -> str:
+    """The first cell of a row."""
+    return line.removeprefix("| ").partition(" | ")[0]
 
 
 def main() -> None:

@@ -92,6 +92,9 @@ def save_models(directory: Path) -> None:
         for parameter_name, parameter in model.named_parameters():
             if "sinks" in parameter_name:
                 torch.nn.init.normal_(parameter, std=2.0)
+            if name == "gemma2" and "embed_tokens" in parameter_name:
+                # Gemma 2 scales embeddings up and shares them with its output: each token would be answered by itself.
+                torch.nn.init.normal_(parameter, std=0.01)
         model.save_pretrained(directory / name)
 
 
