@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.pallas.fragments import (
     BY_ROW,
+    BY_TWO,
     ROWS,
     as_operand,
     as_permuted,
@@ -71,6 +72,37 @@ def test_products_with_eight_bit_numbers(kernels, stored, dtype, rows, columns):
     got = in_kernel(body, out, a, permuted_columns(b, columns), smem=smem)
     expected = np.asarray(a).astype(np.float64) @ np.asarray(b).astype(np.float64).T
     np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-5, atol=1e-3)
+
+
+def held(layout, shape):
+    """[128 threads, registers, vector]: which elements of an array each thread holds, by what Mosaic's layouts mean."""
+    x = np.arange(np.prod(shape)).reshape(shape)
+    for tile in layout.tiling.tiles:
+        lead, k = x.ndim - len(tile), len(tile)
+        sizes = [size for n, t in zip(x.shape[lead:], tile, strict=True) for size in (n // t, t)]
+        x = x.reshape(*x.shape[:lead], *sizes)
+        x = x.transpose(*range(lead), *range(lead, lead + 2 * k, 2), *range(lead + 1, lead + 2 * k, 2))
+    first = [i % x.ndim for i in (*layout.warp_dims, *layout.lane_dims)]
+    last = layout.vector_dim % x.ndim
+    others = [i for i in range(x.ndim) if i not in (*first, last)]
+    return x.transpose(*first, *others, last).reshape(128, -1, x.shape[last])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 64), (8, 128), (16, 128)])
+def test_which_elements_threads_hold_of_queries(rows, columns):
+    """Halves of fours, in order, are twos of the permuted array: no thread needs another's."""
+    fours, twos = (held(layout.to_mgpu(), (rows, columns)) for layout in (by_four(columns), BY_TWO))
+    permuted = np.asarray(permuted_columns(np.arange(rows * columns).reshape(rows, columns), columns))
+    np.testing.assert_array_equal(fours.reshape(128, -1, 2), permuted.reshape(-1)[twos])
+
+
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_which_elements_threads_hold_of_keys(rows, columns):
+    wide = held(by_16_bytes(columns).to_mgpu(), (rows, columns)).reshape(128, -1, 2, columns // 64, 8, 2)
+    pairs = held(plgpu.Layout.WGMMA.to_mgpu(), (rows, columns)).reshape(128, -1, columns // 8, 2, 2)
+    permuted = np.asarray(permuted_columns(np.arange(rows * columns).reshape(rows, columns), columns))
+    by_pair = wide.reshape(128, -1, 2, columns // 8, 2).swapaxes(2, 3)  # rows g and g + 8 come last in wgmma's order
+    np.testing.assert_array_equal(by_pair, permuted.reshape(-1)[pairs])
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(8, 64), (16, 128)])
