@@ -402,8 +402,8 @@ def _load_query(shape: DecodeShape, operands: Operands, memory: Memory, piece: P
     heads = pl.ds(lax.axis_index("head") * shape.group, shape.group)
     pl.when(pieces >= 2)(lambda: plgpu.barrier_wait(memory.q_empty.at[slot]))
     for token in range(shape.max_query_len):
-        # Rows past the request's are another's, or this last one again: their results are not stored.
-        row = jnp.minimum(piece.q_start + token, shape.num_tokens - 1)
+        # Rows past the request's are its last one again: their results are not stored.
+        row = piece.q_start + (jnp.minimum(token, piece.q_len - 1) if token else 0)
         rows = pl.ds(token * shape.group, shape.group)
         if shape.quantized:
             plgpu.copy_gmem_to_smem(
