@@ -4,7 +4,8 @@ The parts are weighted by their lses, as in flash-decoding (Dao et al., 2023).
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jaxpaged.pallas.matmul import transposed
 from jaxpaged.pallas.mosaic import Interpreter, kernel, store, wait_for_previous_kernel
 from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.prefill_rows import row_requests
-from jaxpaged.pallas.scores import normalized, with_sink
+from jaxpaged.pallas.scores import LN2, normalized, with_sink
 
 MANY, FEW = 16, 4
 """Parts whose loads are in flight together, with 8 columns. Many take registers, and then fewer CTAs fit on a
@@ -36,13 +37,17 @@ def combine(
     out: Any,
     interpret: Interpreter | None,
     *,
-    return_lse: bool,
+    return_lse: bool = False,
+    whole_lse: Any = None,
+    lse: Any = None,
 ) -> Any:
     """Write to `out` the rows of requests that decode left in parts, and 0 to rows that attend to nothing.
 
     Args:
       part_out, part_lse: see `decode`.
       out: a reference to the output [num_tokens, num_heads, v_head_size]; one by request is not cleared.
+      lse: a reference to [num_tokens, num_heads] float32, to which all rows' natural lses are written, or None. It
+        needs `whole_lse`, see `decode`.
 
     Returns:
       With `return_lse` the lses of requests in parts [num_reqs, num_kv_heads, columns] in units of log 2, and anything
@@ -50,14 +55,17 @@ def combine(
     """
     chunks = shape.padded_v_size // CHUNK
     columns = per_column(sinks, shape)
-    operands = [plan.requests, part_out, part_lse, *([] if columns is None else [columns]), out]
+    given = {"requests": plan.requests, "part_out": part_out, "part_lse": part_lse, "sinks": columns, "out": out}
+    given |= {} if lse is None else {"whole_lse": whole_lse, "lse": lse}
+    operands = {name: x for name, x in given.items() if x is not None}
+    names = (*operands, *(["merged_lse"] if return_lse else []))  # the last is the kernel's result
     heads, num_reqs = shape.dims.num_kv_heads, plan.requests.shape[0] - 1
-    lse = [jax.ShapeDtypeStruct((num_reqs, heads, shape.columns), jnp.float32)] if return_lse else []
+    merged_lse = [jax.ShapeDtypeStruct((num_reqs, heads, shape.columns), jnp.float32)] if return_lse else []
     at_once = MANY if shape.num_shares > 4 * num_reqs else FEW
     at_once = max(2, at_once * 8 // shape.columns)
     results = kernel(
-        functools.partial(_combine, shape, at_once, columns is not None, interpret),
-        out_type=lse,
+        functools.partial(_combine, shape, at_once, interpret, names),
+        out_type=merged_lse,
         scratch_types=dict(
             o_s=plgpu.SMEM((CHUNK, shape.columns), jnp.float32)
             if shape.by_request
@@ -71,17 +79,35 @@ def combine(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_decode_combine",
-    )(*operands)
+    )(*operands.values())
     return results[0] if return_lse else None
 
 
+class Operands(NamedTuple):
+    """References to global memory."""
+
+    requests: Any
+    part_out: Any
+    part_lse: Any
+    out: Any
+    sinks: Any = None
+    whole_lse: Any = None
+    lse: Any = None
+    merged_lse: Any = None
+
+
 def _combine(
-    shape: DecodeShape, at_once: int, has_sinks: bool, interpret: Interpreter | None, *refs: Any, o_s: Any, lse_s: Any
+    shape: DecodeShape,
+    at_once: int,
+    interpret: Interpreter | None,
+    names: tuple[str, ...],
+    *refs: Any,
+    o_s: Any,
+    lse_s: Any,
 ) -> None:
-    requests, part_out, part_lse, *rest = refs
-    sinks = rest.pop(0) if has_sinks else None
-    out, *merged_lse = rest
-    request = lax.axis_index("request")
+    operands = Operands(**dict(zip(names, refs, strict=True)))
+    requests, out = operands.requests, operands.out
+    head, request = lax.axis_index("head"), lax.axis_index("request")
     tiles, q_start, q_len, first, last = (
         requests[request, f] for f in (field.TILES, field.Q_START, field.Q_LEN, field.FIRST_SHARE, field.LAST_SHARE)
     )
@@ -89,7 +115,7 @@ def _combine(
     size = (CHUNK, shape.columns)
 
     def send(token: Any, row: Any) -> None:
-        heads = pl.ds(lax.axis_index("head") * shape.group, shape.group)
+        heads = pl.ds(head * shape.group, shape.group)
         where = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
         plgpu.copy_smem_to_gmem(o_s.at[pl.ds(row, shape.group), :], out.at[token, heads, where])
 
@@ -99,30 +125,46 @@ def _combine(
         plgpu.commit_smem()
         lax.fori_loop(q_start, q_start + q_len, lambda token, _: send(token, 0), None)
 
+    def send_lse(of_row: Callable[[Any], Any]) -> None:
+        """Write natural lses by token and head, given them by row in units of log 2."""
+
+        def one(row: Any, _: None) -> None:
+            token, member = lax.div(row, jnp.int32(shape.group)), lax.rem(row, jnp.int32(shape.group))
+            operands.lse[q_start + token, head * shape.group + member] = of_row(row) * jnp.float32(LN2)
+
+        first_chunk = lax.axis_index("chunk") == 0
+        pl.when(first_chunk)(lambda: lax.fori_loop(0, q_len * shape.group, one, None))
+
     if not shape.by_request:
         pl.when((tiles == 0) & (q_len > 0))(clear)
+    if operands.lse is not None:
+        whole_lse = operands.whole_lse
+        pl.when(tiles == 0)(lambda: send_lse(lambda row: jnp.float32(-jnp.inf)))
+        pl.when((tiles > 0) & (first == last))(lambda: send_lse(lambda row: whole_lse[request, head, row]))
 
     @pl.when((tiles > 0) & (first < last))
     def _merge() -> None:
-        peak, total, acc = _merged(shape, at_once, part_out, part_lse, first, last)
+        peak, total, acc = _merged(shape, at_once, operands.part_out, operands.part_lse, first, last)
         weight, lse = normalized(peak, total)
-        if sinks is not None:
-            sink = plgpu.load(sinks.at[0, lax.axis_index("head")], layout=BY_ROW, optimized=False)
+        if operands.sinks is not None:
+            sink = plgpu.load(operands.sinks.at[0, head], layout=BY_ROW, optimized=False)
             weight = with_sink(weight, lse, sink)
         o = acc * lax.broadcast_in_dim(weight, size, [1])
         if shape.by_request:
             store(o_s, o)
         else:
             store(transposed(o_s), o.astype(shape.out_dtype))
-        if merged_lse:
+        if operands.merged_lse is not None or operands.lse is not None:
             store(lse_s, lse)
         plgpu.commit_smem()
-        if merged_lse:
-            target = merged_lse[0].at[request, lax.axis_index("head")]
+        if operands.lse is not None:
+            send_lse(lambda row: lse_s[row])
+        if operands.merged_lse is not None:
+            target = operands.merged_lse.at[request, head]
             pl.when(lax.axis_index("chunk") == 0)(lambda: plgpu.copy_smem_to_gmem(lse_s, target))
         if shape.by_request:
             rows = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
-            plgpu.copy_smem_to_gmem(o_s, out.at[request, lax.axis_index("head"), rows, :])
+            plgpu.copy_smem_to_gmem(o_s, out.at[request, head, rows, :])
             return
         for token in range(shape.max_query_len):
             pl.when(token < q_len)(functools.partial(send, q_start + token, token * shape.group))
