@@ -1,5 +1,6 @@
 """What kernels are compiled for, read off an engine's cache tensors: a KVCache of shapes, and where its buffers lie."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import torch
 
 from jaxpaged.bridge.launch import ALIGNMENT
 from jaxpaged.bridge.strides import Axes, axes_in_memory, memory_layout, one_buffer
+from jaxpaged.bridge.torch_cache import stored_dtype
 from jaxpaged.metadata.checks import shape_text
 from jaxpaged.metadata.kv_cache import FLOAT8_DTYPES, KVCache
 from jaxpaged.metadata.layout import KVLayout
@@ -48,6 +50,7 @@ def cache_shapes(
     Raises:
       TypeError, ValueError: the tensors don't fit each other, or are strided as no layout is.
     """
+    check_one_device(key_cache, value_cache=value_cache, k_scale=k_scale, v_scale=v_scale)
     axes = KVLayout.of("NHD").axes("key")
     dims = KVLayout.of("NHD").dims(array_shape(key_cache).shape, array_shape(value_cache).shape)
     if key_cache.dtype != value_cache.dtype:
@@ -119,6 +122,31 @@ def refuse_addresses(distance: int | None, **addresses: int) -> None:
     )
 
 
-def places_of(cache: KVCache) -> tuple[int, ...]:
-    """Of a cache's arrays, leaf by leaf, the places in the addresses of key cache, value cache and both scales."""
-    return tuple(i for i, x in enumerate((cache.key, cache.value, cache.k_scale, cache.v_scale)) if x is not None)
+def engine_cache(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> CacheShapes:
+    """The cache that an engine describes as in `reshape_and_cache_flash`; one that is "auto" has no scales."""
+    stored = stored_dtype(kv_cache_dtype)
+    if stored is None:
+        if key_cache.dtype.itemsize == 1:
+            raise TypeError(f"kv_cache_dtype: a cache of {key_cache.dtype} is not 'auto'")
+        return cache_shapes(key_cache, value_cache, None, None)
+    if key_cache.dtype not in (stored, torch.uint8) or (stored == torch.int8 and key_cache.dtype != stored):
+        raise TypeError(f"key_cache: expected {stored}, as kv_cache_dtype says, got {key_cache.dtype}")
+    number = str(stored).removeprefix("torch.") if key_cache.dtype == torch.uint8 else None
+    return cache_shapes(key_cache, value_cache, k_scale, v_scale, number)
+
+
+def places_of(cache: KVCache, *, key: int = 0, value: int = 1, k_scale: int = 2, v_scale: int = 3) -> tuple[int, ...]:
+    """Of a cache's arrays, leaf by leaf, the places in the addresses of a call."""
+    arrays = ((cache.key, key), (cache.value, value), (cache.k_scale, k_scale), (cache.v_scale, v_scale))
+    return tuple(place for x, place in arrays if x is not None)
+
+
+def tensor_names(tensors: Iterable[torch.Tensor]) -> tuple[Any, ...]:
+    """All that kernels are chosen by, of each tensor."""
+    return tuple((x.shape, x.stride(), x.dtype, x.device) for x in tensors)

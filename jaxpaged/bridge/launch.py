@@ -10,6 +10,7 @@ import struct
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -25,11 +26,16 @@ from jaxpaged.pallas.tuning import Gpu
 
 ALIGNMENT = 16
 """Bytes: where buffers that TMA reads and writes may begin."""
+Bound = Callable[[tuple[int, ...]], None]
+"""Launches a program on its device's current stream, given addresses; see `Program.bind`."""
 _WORKSPACE_ALIGNMENT = 256
+_MOST_KNOWN = 64
+"""Workspaces whose buffers' addresses are remembered: the layers of a step share one."""
 _programs: dict[Any, "Program"] = {}
 _lowered: dict[Any, KernelCalls] = {}
 _compiling = threading.RLock()
 _thread = OncePerThread()
+_streams: dict[int, ctypes.c_void_p] = {}
 _current_device: Callable[[], int] = torch._C._cuda_getDevice if hasattr(torch._C, "_cuda_getDevice") else lambda: -1
 _stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
@@ -51,9 +57,7 @@ class Program:
         self.offsets, self.workspace_bytes = offsets_in_workspace(calls)
         self.constants = {buffer: torch.from_numpy(x).to(_device(device)) for buffer, x in calls.constants.items()}
 
-    def bind(
-        self, *arguments: int, workspace: int | None = None, results: Sequence[int] = ()
-    ) -> Callable[[tuple[int, ...]], None]:
+    def bind(self, *arguments: int, workspace: int | None = None, results: Sequence[int] = ()) -> Bound:
         """A function that launches the program on the device's current stream, given a tuple of addresses.
 
         It may be called from many threads at once.
@@ -71,43 +75,45 @@ class Program:
             )
         if self.workspace_bytes and workspace is None:
             raise ValueError(f"workspace: expected the place of {self.workspace_bytes} bytes, got None")
-        places = [*arguments, *results, *([] if workspace is None else [workspace])]
-        return _Bound(self, dict(enumerate(arguments)) | dict(zip(calls.results, results, strict=True)), places)
+        num_given = 1 + max(*arguments, *results, -1 if workspace is None else workspace)
+        places = dict(enumerate(arguments)) | dict(zip(calls.results, results, strict=True))
+        # The program's own addresses come after those given.
+        places |= {b: num_given + i for i, b in enumerate((*self.offsets, *self.constants))}
+        return self._launcher(num_given, places, workspace)
 
+    def _launcher(self, num_given: int, places: dict[int, int], workspace: int | None) -> Bound:
+        """See `bind`. A launch is microseconds: all that is known beforehand is computed here."""
+        device, offsets = self.device, tuple(self.offsets.values())
+        constants = tuple(x.data_ptr() for x in self.constants.values())
+        num_own, known = len(offsets) + len(constants), dict[int, tuple[int, ...]]()
+        buffers = [places[b] for call in self.calls.calls for b in call.buffers]
+        pick, pack = _picker(buffers), struct.Struct(f"{len(buffers)}P").pack
+        steps = tuple(zip(self.launches, _parts([8 * len(c.buffers) for c in self.calls.calls]), strict=True))
 
-class _Bound:
-    """A program whose addresses come in a certain order; see `Program.bind`."""
+        def launch(addresses: tuple[int, ...]) -> None:
+            if _current_device() != device:
+                with torch.cuda.device(device):
+                    return launch(addresses)
+            if not _thread.prepared:
+                _prepare_thread(device)
+            handle = _stream_of(device)
+            stream = _streams.get(handle)
+            if stream is None:
+                stream = _streams.setdefault(handle, ctypes.c_void_p(handle))
+            if num_own:
+                base = addresses[workspace] if offsets else 0  # type: ignore[index]
+                own = known.get(base)
+                if own is None:
+                    if len(known) >= _MOST_KNOWN:
+                        known.clear()
+                    own = known[base] = (*[base + offset for offset in offsets], *constants)
+                addresses = addresses[:num_given] + own
+            packed = pack(*pick(addresses))
+            for run, part in steps:
+                run(stream, packed[part])
 
-    def __init__(self, program: Program, places: dict[int, int], given: list[int]):
-        self._program, self._device = program, program.device
-        self._workspace = given[-1] if program.workspace_bytes else -1
-        self._offsets = tuple(program.offsets.values())
-        self._constants = tuple(x.data_ptr() for x in program.constants.values())
-        first = 1 + max(given)  # the program's own addresses come after those given
-        own = (*program.offsets, *program.constants)
-        places = places | {buffer: first + i for i, buffer in enumerate(own)}
-        self._num_given = first
-        self._steps = tuple(
-            (launch, _picker([places[b] for b in call.buffers]), struct.Struct(f"{len(call.buffers)}Q").pack)
-            for launch, call in zip(program.launches, program.calls.calls, strict=True)
-        )
-
-    def __call__(self, addresses: tuple[int, ...]) -> None:
-        device = self._device
-        if _current_device() != device:
-            with torch.cuda.device(device):
-                return self._launch(_stream_of(device), addresses)
-        return self._launch(_stream_of(device), addresses)
-
-    def _launch(self, stream: int, addresses: tuple[int, ...]) -> None:
-        if not _thread.prepared:
-            _prepare_thread(self._device)
-        if self._offsets or self._constants:
-            base = addresses[self._workspace]
-            own = [base + offset for offset in self._offsets]
-            addresses = (*addresses[: self._num_given], *own, *self._constants)
-        for launch, pick, pack in self._steps:
-            launch(stream, pack(*pick(addresses)))
+        launch.__dict__["program"] = self  # whose constants must live as long
+        return launch
 
 
 def program(function: Callable[..., Any], *arguments: Any, device: int, **options: Any) -> Program:
@@ -199,8 +205,14 @@ def warn_once(reason: str) -> None:
 def _picker(places: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
     if len(places) == 1:
         (place,) = places
-        return lambda pointers: (pointers[place],)
+        return lambda addresses: (addresses[place],)
     return itemgetter(*places)
+
+
+def _parts(sizes: Sequence[int]) -> list[slice]:
+    """Of bytes that hold parts of these sizes one after the other."""
+    ends = list(accumulate(sizes))
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _prepare_thread(device: int) -> None:

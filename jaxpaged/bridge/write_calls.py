@@ -1,39 +1,48 @@
 """Writes of new tokens to a cache of PyTorch's on a GPU: from an engine's tensors to launches of the write kernel.
 
-What a call needs to know is found once for tensors of such shapes, strides and dtypes, and remembered.
+What a call needs to know is found once for tensors of such shapes, strides and dtypes, and remembered. Most calls have
+tensors like the last call's: then one comparison is all (`alike.py`).
 """
 
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import jax
 import torch
 
+from jaxpaged.bridge.alike import Alike, alike, never
 from jaxpaged.bridge.cache_shapes import (
-    CacheShapes,
     array_shape,
-    cache_shapes,
     check_one_device,
+    engine_cache,
     places_of,
     refuse_addresses,
+    tensor_names,
 )
 from jaxpaged.bridge.dlpack import refuse_grad
 from jaxpaged.bridge.kernel_functions import write_rows
-from jaxpaged.bridge.launch import ALIGNMENT, program
+from jaxpaged.bridge.launch import ALIGNMENT, Bound, program
 from jaxpaged.bridge.process import forget_after_fork
-from jaxpaged.bridge.torch_cache import ACTIVATION_DTYPES, check_ints, stored_dtype
+from jaxpaged.bridge.torch_cache import ACTIVATION_DTYPES, check_ints
 from jaxpaged.metadata.buckets import next_bucket
 from jaxpaged.metadata.checks import check_positive, check_shape
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas import cache_write
 
-Addresses = tuple[int, int, int, int, int, int, int]
-"""Of the key cache, the value cache, both scales, key, value and slot mapping."""
 _MISALIGNED = ALIGNMENT - 1
+_address = torch.Tensor.data_ptr
+_last: dict[Any, "_Writer"] = {}
 _writers: dict[Any, "_Writer"] = {}
 _sizes: dict[Any, set[int]] = {}
-forget_after_fork(_writers.clear)
+
+
+def forget_writers() -> None:
+    _last.clear()
+    _writers.clear()
+
+
+forget_after_fork(forget_writers)
 
 
 def write_on_gpu(
@@ -48,34 +57,38 @@ def write_on_gpu(
 ) -> None:
     """`reshape_and_cache_flash` for tensors of one CUDA device, on its current stream.
 
-    Tokens that share a slot leave one of them there, or a mixture: no order is kept among CTAs.
+    Each slot in range may be given once: tokens that share one leave there the row of any of them, or parts of several
+    rows, in every run others perhaps. (`write_kv` keeps the last one, at the price of a launch more in XLA.)
+
+    Args:
+      key, value: [num_tokens, num_kv_heads, head_size] float32, bfloat16 or float16. Those with gaps between tokens are
+        copied first.
+      key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size], strided as any layout.
+      slot_mapping: [num_slots] int32 or int64; negative slots and slots past the cache are skipped.
+      kv_cache_dtype: "auto" for a cache of the dtype of `key` or float32, which has no scales: what is given is not
+        read. Else the name of an 8-bit dtype.
+      k_scale, v_scale: float32, of one element, [num_kv_heads], or [num_blocks, block_size, num_kv_heads], which are
+        renewed.
 
     Raises:
       TypeError, ValueError: an argument doesn't fit; nothing has been written.
     """
-    name = (
-        key.shape, key.stride(), key.dtype, value.shape, value.stride(), value.dtype,
-        key_cache.shape, key_cache.stride(), key_cache.dtype,
-        value_cache.shape, value_cache.stride(), value_cache.dtype,
-        slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype, kv_cache_dtype,
-        key.get_device(), value.get_device(), key_cache.get_device(), value_cache.get_device(),
-        slot_mapping.get_device(), _scale_name(k_scale), _scale_name(v_scale),
-    )  # fmt: skip
-    writer = _writers.get(name)
-    if writer is None:
-        tensors = (key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
-        writer = _writers[name] = _Writer(*tensors)
-    if key.requires_grad or value.requires_grad:
-        _refuse_grad(key=key, value=value)
+    tensors: tuple[torch.Tensor, ...] = (key, value, key_cache, value_cache, slot_mapping)
+    how: Any = kv_cache_dtype
+    if kv_cache_dtype != "auto" and not (k_scale is None and v_scale is None):
+        tensors += tuple(x for x in (k_scale, v_scale) if x is not None)
+        how = (kv_cache_dtype, k_scale is None, v_scale is None)
+    writer = _last.get(how)
+    if writer is None or not writer.alike(*tensors):
+        writer = _last[how] = _writer_of(how, tensors, kv_cache_dtype, k_scale, v_scale)
     if writer.copied:
-        key, value = key.contiguous(), value.contiguous()
-    k, v, k_cache, v_cache = key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
-    if (k | v | k_cache | v_cache) & _MISALIGNED or (
-        writer.distance is not None and v_cache - k_cache != writer.distance
-    ):
-        refuse_addresses(writer.distance, key=k, value=v, key_cache=k_cache, value_cache=v_cache)
-    scales = (0 if k_scale is None else k_scale.data_ptr(), 0 if v_scale is None else v_scale.data_ptr())
-    writer((k_cache, v_cache, *scales, k, v, slot_mapping.data_ptr()))
+        tensors = (key.contiguous(), value.contiguous(), *tensors[2:])
+    addresses = tuple(map(_address, tensors))
+    k, v, k_cache, v_cache = addresses[:4]
+    distance = writer.distance
+    if (k | v | k_cache | v_cache) & _MISALIGNED or (distance is not None and v_cache - k_cache != distance):
+        refuse_addresses(distance, key=k, value=v, key_cache=k_cache, value_cache=v_cache)
+    writer.launch(addresses)
 
 
 def warm_up_writes(
@@ -103,15 +116,38 @@ def warm_up_writes(
     for size in num_tokens:
         _bound(cache, key, slot_mapping, check_positive("num_tokens", size))
         sizes.add(size)
-    _writers.clear()
+    forget_writers()
+
+
+def _writer_of(
+    how: Any,
+    tensors: tuple[torch.Tensor, ...],
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> "_Writer":
+    """What writes tensors like these, made at the first call."""
+    key, value, key_cache, value_cache, slot_mapping = tensors[:5]
+    refuse_grad(key, "key")
+    refuse_grad(value, "value")
+    name = how, tensor_names(tensors)
+    writer = _writers.get(name)
+    if writer is None:
+        writer = _Writer(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+        _writers[name] = writer
+    if not writer.alike(*tensors):
+        writer.alike = alike(*tensors)
+    return writer
 
 
 class _Writer:
     """What calls with tensors of certain shapes launch.
 
     Attributes:
+      alike: whether tensors are such.
       distance: see `CacheShapes`.
       copied: whether the new keys and values have gaps between tokens, which the kernel doesn't take.
+      launch: takes the addresses of key, value, key cache, value cache, slot mapping and scales that are given.
     """
 
     def __init__(
@@ -127,24 +163,29 @@ class _Writer:
     ):
         cache, self.distance = engine_cache(key_cache, value_cache, kv_cache_dtype, k_scale, v_scale)
         _check(cache, key, value, slot_mapping)
-        tensors = {"key": key, "value": value, "value_cache": value_cache, "slot_mapping": slot_mapping}
-        check_one_device(key_cache, **tensors, k_scale=k_scale, v_scale=v_scale)
+        check_one_device(key_cache, key=key, value=value, slot_mapping=slot_mapping)
+        self.alike: Alike = never
         self.copied = not (key.is_contiguous() and value.is_contiguous())
-        rows = (key, value, slot_mapping)
         num_tokens = min(key.shape[0], slot_mapping.shape[0])
         exact = _sizes.get(_class_of(cache, key, slot_mapping), ())
-        self._pieces = [
-            (_bound(cache, key, slot_mapping, size), tuple(first * _row_bytes(x) for x in rows))
-            for first, size in pieces(num_tokens, exact)
-        ]
+        found = [(_bound(cache, key, slot_mapping, size), first) for first, size in pieces(num_tokens, exact)]
+        self.launch: Bound = _launch_nothing
+        if len(found) == 1:
+            ((self.launch, _),) = found
+        elif found:
+            self._pieces = [
+                (launch, tuple(first * _row_bytes(x) for x in (key, value, slot_mapping))) for launch, first in found
+            ]
+            self.launch = self._launch_pieces
 
-    def __call__(self, addresses: Addresses) -> None:
+    def _launch_pieces(self, addresses: tuple[int, ...]) -> None:
+        key, value, key_cache, value_cache, slots, *scales = addresses
         for launch, (key_step, value_step, slot_step) in self._pieces:
-            if key_step:
-                *caches, key, value, slots = addresses
-                launch((*caches, key + key_step, value + value_step, slots + slot_step))
-            else:
-                launch(addresses)
+            launch((key + key_step, value + value_step, key_cache, value_cache, slots + slot_step, *scales))
+
+
+def _launch_nothing(addresses: tuple[int, ...]) -> None:
+    """There are no tokens."""
 
 
 def pieces(num_tokens: int, exact: Container[int] = ()) -> list[tuple[int, int]]:
@@ -159,25 +200,6 @@ def pieces(num_tokens: int, exact: Container[int] = ()) -> list[tuple[int, int]]
         return [(0, num_tokens)]
     rest = next_bucket(num_tokens - size // 2)
     return [(0, size // 2), (num_tokens - rest, rest)]
-
-
-def engine_cache(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> CacheShapes:
-    """The cache that an engine describes as in `reshape_and_cache_flash`."""
-    stored = stored_dtype(kv_cache_dtype)
-    if stored is None:
-        if key_cache.dtype.itemsize == 1:
-            raise TypeError(f"kv_cache_dtype: a cache of {key_cache.dtype} is not 'auto'")
-        return cache_shapes(key_cache, value_cache, None, None)
-    if key_cache.dtype not in (stored, torch.uint8) or (stored == torch.int8 and key_cache.dtype != stored):
-        raise TypeError(f"key_cache: expected {stored}, as kv_cache_dtype says, got {key_cache.dtype}")
-    number = str(stored).removeprefix("torch.") if key_cache.dtype == torch.uint8 else None
-    return cache_shapes(key_cache, value_cache, k_scale, v_scale, number)
 
 
 def _check(cache: KVCache, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -198,13 +220,12 @@ def _check(cache: KVCache, key: torch.Tensor, value: torch.Tensor, slot_mapping:
         raise NotImplementedError(reason)
 
 
-def _bound(
-    cache: KVCache, key: torch.Tensor, slot_mapping: torch.Tensor, size: int
-) -> Callable[[tuple[int, ...]], None]:
+def _bound(cache: KVCache, key: torch.Tensor, slot_mapping: torch.Tensor, size: int) -> Bound:
     rows = [jax.ShapeDtypeStruct((size, cache.num_kv_heads, n), array_shape(key).dtype) for n in head_sizes(cache)]
     slots = jax.ShapeDtypeStruct((size,) if slot_mapping.dtype == torch.int32 else (size, 2), "int32")
     made = program(write_rows, cache, *rows, slots, device=key.get_device())
-    return made.bind(*places_of(cache), 4, 5, 6)
+    caches = places_of(cache, key=2, value=3, k_scale=5, v_scale=5 if cache.k_scale is None else 6)
+    return made.bind(*caches, 0, 1, 4)
 
 
 def head_sizes(cache: KVCache) -> tuple[int, int]:
@@ -218,12 +239,3 @@ def _class_of(cache: KVCache, key: torch.Tensor, slot_mapping: torch.Tensor) -> 
 def _row_bytes(x: torch.Tensor) -> int:
     """Of a row of a compact tensor."""
     return x.element_size() * math.prod(x.shape[1:])
-
-
-def _scale_name(scale: torch.Tensor | None) -> Any:
-    return None if scale is None else (scale.shape, scale.stride(), scale.dtype, scale.get_device())
-
-
-def _refuse_grad(**tensors: torch.Tensor) -> None:
-    for name, x in tensors.items():
-        refuse_grad(x, name)
