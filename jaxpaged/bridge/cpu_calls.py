@@ -64,10 +64,13 @@ def plan_on_cpu(
     window_left: int,
     window_right: int,
     soft_cap: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> Plan:
     """See `decode_calls.plan_on_gpu`; the workspace is empty."""
     scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-    found = decode_shapes(query, key_cache, value_cache, block_table, max_query_len, batch_invariant, scores)
+    how: tuple[Any, ...] = (max_query_len, batch_invariant, scores, k_scale, v_scale)
+    found = decode_shapes(query, key_cache, value_cache, block_table, *how)
     cut = decode_cut(found, query.shape[0], batch_invariant)
     lens, starts = (x.detach().numpy() for x in (seq_lens, query_start_loc))
     batch = PagedBatch(np.ascontiguousarray(block_table.numpy()), lens, starts, None, max_query_len)
@@ -107,17 +110,21 @@ def decode_on_cpu(
     window_right: int,
     soft_cap: float,
     out: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """See `decode_calls.decode_on_gpu`."""
     scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-    found = decode_shapes(query, key_cache, value_cache, block_table, max_query_len, batch_invariant, scores)
+    how: tuple[Any, ...] = (max_query_len, batch_invariant, scores, k_scale, v_scale)
+    found = decode_shapes(query, key_cache, value_cache, block_table, *how)
     group, num_reqs = found.shape.group, block_table.shape[0]
     by_head = [None if x is None else x[..., :group].reshape(-1, query.shape[1]) for x in (slopes, sinks)]
     rows = requests.detach().numpy()
     with _on_cpu():
-        result = paged_attention(
+        result, lses = paged_attention(
             to_numpy(query.contiguous()),
-            share_kv_cache(key_cache, value_cache),
+            share_kv_cache(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale),
             PagedBatch(
                 jax.numpy.asarray(np.ascontiguousarray(block_table.numpy())),
                 jax.numpy.asarray(rows[:num_reqs, field.KV_LEN]),
@@ -132,10 +139,13 @@ def decode_on_cpu(
             alibi_slopes=None if by_head[0] is None else _one_or_each(by_head[0].numpy()),
             sinks=None if by_head[1] is None else by_head[1][0].numpy(),
             batch_invariant=batch_invariant,
+            return_lse=True,
             implementation="reference",
         )
-        jax.block_until_ready(result)
+        jax.block_until_ready((result, lses))
     out.copy_(to_torch(result))
+    if lse is not None:
+        lse.copy_(to_torch(lses).T)
 
 
 def _one_or_each(slopes: np.ndarray) -> np.ndarray:

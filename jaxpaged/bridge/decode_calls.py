@@ -1,13 +1,14 @@
 """Attention of few new tokens a request for PyTorch's tensors on a GPU: by a step's plan, two launches a layer."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from jaxpaged.bridge import kernel_functions
-from jaxpaged.bridge.cache_shapes import check_one_device, places_of, refuse_addresses
-from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_arguments, decode_shapes, heads_apart
+from jaxpaged.bridge.alike import Alike, alike, never
+from jaxpaged.bridge.cache_shapes import check_one_device, places_of, refuse_addresses, tensor_names
+from jaxpaged.bridge.decode_shapes import DecodeShapes, ScoreOptions, decode_arguments, decode_shapes, heads_apart
 from jaxpaged.bridge.dlpack import refuse_grad
 from jaxpaged.bridge.launch import ALIGNMENT, program
 from jaxpaged.bridge.plan_calls import Planner
@@ -17,7 +18,11 @@ from jaxpaged.pallas.decode import DecodeShape
 from jaxpaged.pallas.decode_plan import NUM_FIELDS
 
 _MISALIGNED = ALIGNMENT - 1
+_ALIGNED = ("query", "key_cache", "value_cache", "out", "workspace")
+_address = torch.Tensor.data_ptr
+_last: dict[Any, "_Decoder"] = {}
 _decoders: dict[Any, "_Decoder"] = {}
+forget_after_fork(_last.clear)
 forget_after_fork(_decoders.clear)
 
 
@@ -39,42 +44,78 @@ def decode_on_gpu(
     window_right: int,
     soft_cap: float,
     out: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Attention of a layer by the plan of its step, to `out` [num_tokens, num_heads, v_head_size] of the query's dtype.
 
     Args:
       query: [num_tokens, num_heads, head_size] bfloat16 or float16; tokens may be a multiple of `head_size` apart, as
         where queries, keys and values come from one product.
-      key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size] in the query's dtype.
+      key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size] of the query's dtype, float8_e4m3fn,
+        float8_e5m2 or int8; an engine's uint8 is to be viewed as what it holds.
       block_table: as for the plan.
       requests, shares, workspace: the plan.
       slopes, sinks: see `by_column`, or None.
+      k_scale, v_scale: what 8-bit numbers are multiplied by, float32, of one element, [num_kv_heads] or [num_blocks,
+        block_size, num_kv_heads]; None for 1, but int8 needs both.
+      lse: compact [num_tokens, num_heads] float32, to which each row's natural lse is written, without sinks, and -inf
+        for a row that attends to nothing; or None. `lse.T` is what engines call `softmax_lse`.
       others: as for the plan.
+
+    Raises:
+      TypeError, ValueError: an argument doesn't fit; nothing has been written.
+      NotImplementedError: the kernels don't take such a call.
     """
-    name = (
-        query.shape, query.stride(), query.dtype, key_cache.shape, key_cache.stride(), key_cache.dtype,
-        value_cache.shape, value_cache.stride(), value_cache.dtype, block_table.shape, block_table.stride(),
-        requests.shape, shares.shape, workspace.shape, out.shape, out.stride(), out.dtype,
-        query.get_device(), key_cache.get_device(), value_cache.get_device(), block_table.get_device(),
-        requests.get_device(), out.get_device(), max_query_len, batch_invariant, scale, causal, window_left,
-        window_right, soft_cap, None if slopes is None else slopes.shape, None if sinks is None else sinks.shape,
-    )  # fmt: skip
+    tensors: tuple[torch.Tensor, ...]
+    tensors = (query, key_cache, value_cache, out, workspace, block_table, requests, shares)
+    how: Any = (max_query_len, batch_invariant, scale, causal, window_left, window_right, soft_cap)
+    optional = _NOTHING
+    if not (slopes is sinks is k_scale is v_scale is lse is None):
+        optional = _Optional(slopes, sinks, k_scale, v_scale, lse)
+        given = optional.given()
+        tensors += tuple(given.values())
+        how += tuple(given)
+    decoder = _last.get(how)
+    if decoder is None or not decoder.alike(*tensors):
+        decoder = _last[how] = _decoder_of(how, tensors, optional)
+    addresses = tuple(map(_address, tensors))
+    q, k_cache, v_cache, o, parts = addresses[:5]
+    distance = decoder.distance
+    if (q | k_cache | v_cache | o | parts) & _MISALIGNED or (distance is not None and v_cache - k_cache != distance):
+        refuse_addresses(distance, **dict(zip(_ALIGNED, addresses[:5], strict=True)))
+    decoder.launch(addresses)
+
+
+class _Optional(NamedTuple):
+    """See `decode_on_gpu`."""
+
+    slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+
+    def given(self) -> dict[str, torch.Tensor]:
+        return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
+
+
+_NOTHING = _Optional()
+
+
+def _decoder_of(how: Any, tensors: tuple[torch.Tensor, ...], optional: _Optional) -> "_Decoder":
+    """What attends with tensors like these, made at the first call."""
+    refuse_grad(tensors[0], "query")
+    name = how, tensor_names(tensors)
     decoder = _decoders.get(name)
     if decoder is None:
-        tensors = (query, key_cache, value_cache, block_table, requests, shares, workspace, slopes, sinks, out)
-        scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-        decoder = _decoders[name] = _Decoder(*tensors, max_query_len, batch_invariant, scores)
-    if query.requires_grad:
-        refuse_grad(query, "query")
-    q, k_cache, v_cache, o = query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr()
-    if (q | k_cache | v_cache | o) & _MISALIGNED or (
-        decoder.distance is not None and v_cache - k_cache != decoder.distance
-    ):
-        refuse_addresses(decoder.distance, query=q, key_cache=k_cache, value_cache=v_cache, out=o)
-    slope = 0 if slopes is None else slopes.data_ptr()
-    sink = 0 if sinks is None else sinks.data_ptr()
-    plan = (requests.data_ptr(), shares.data_ptr(), workspace.data_ptr())
-    decoder.launch((k_cache, v_cache, 0, 0, q, block_table.data_ptr(), *plan, slope, sink, o))
+        max_query_len, batch_invariant, *scores = how[:7]
+        arguments: tuple[Any, ...] = (*tensors[:8], max_query_len, batch_invariant, ScoreOptions(*scores), optional)
+        decoder = _decoders[name] = _Decoder(*arguments)
+    if not decoder.alike(*tensors):
+        decoder.alike = alike(*tensors)
+    return decoder
 
 
 def by_column(x: torch.Tensor, *, num_kv_heads: int, max_query_len: int, name: str = "sinks") -> torch.Tensor:
@@ -102,11 +143,15 @@ def warm_up_decode(
     *,
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: bool = False,
 ) -> None:
     """Compile ahead what the plans and layers of batches with these numbers of requests need.
 
     Args:
       num_reqs: such as those of CUDA graphs; each request with `max_query_len` new tokens.
+      return_lse: whether the calls will give `lse`.
 
     The other arguments are those of `decode_on_gpu`, for any number of requests. Nothing is launched.
     """
@@ -116,20 +161,23 @@ def warm_up_decode(
         rows = query.new_empty(tokens, heads_apart(query), head_size)[:, : query.shape[1]]
         table = block_table.new_empty(n, block_table.stride(0))[:, : block_table.shape[1]]
         lens, starts = (block_table.new_empty(size) for size in (n, n + 1))
-        planner = Planner(rows, key_cache, value_cache, table, lens, starts, max_query_len, batch_invariant, scores)
-        plan = planner.empty_plan()
+        requests, shares, workspace = Planner(
+            rows, key_cache, value_cache, table, lens, starts, max_query_len, batch_invariant, scores, k_scale, v_scale
+        ).empty_plan()
         out = query.new_empty(tokens, query.shape[1], v_head_size)
-        given = slopes if slopes is None or slopes.shape[0] == 1 else slopes[:1].expand(n, -1, -1).contiguous()
-        tensors = (rows, key_cache, value_cache, table, *plan, given, sinks, out)
-        _Decoder(*tensors, max_query_len, batch_invariant, scores)
+        lse = out.new_empty(tokens, query.shape[1], dtype=torch.float32) if return_lse else None
+        each = slopes if slopes is None or slopes.shape[0] == 1 else slopes[:1].expand(n, -1, -1).contiguous()
+        tensors = (rows, key_cache, value_cache, out, workspace, table, requests, shares)
+        _Decoder(*tensors, max_query_len, batch_invariant, scores, _Optional(each, sinks, k_scale, v_scale, lse))
 
 
 class _Decoder:
     """Launches a layer's attention for tensors of certain shapes.
 
     Attributes:
+      alike: whether tensors are such: those of its arguments, in their order, and of the optional ones that are given.
       distance: see `CacheShapes`.
-      launch: takes addresses in the order of `decode_on_gpu`.
+      launch: takes the addresses of these tensors.
     """
 
     def __init__(
@@ -137,40 +185,57 @@ class _Decoder:
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
+        out: torch.Tensor,
+        workspace: torch.Tensor,
         block_table: torch.Tensor,
         requests: torch.Tensor,
         shares: torch.Tensor,
-        workspace: torch.Tensor,
-        slopes: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
         max_query_len: int,
         batch_invariant: bool,
         scores: ScoreOptions,
+        optional: _Optional,
     ):
-        found = decode_shapes(query, key_cache, value_cache, block_table, max_query_len, batch_invariant, scores)
-        cache, self.distance = found.cache
+        slopes, sinks, k_scale, v_scale, lse = optional
+        how: tuple[Any, ...] = (max_query_len, batch_invariant, scores, k_scale, v_scale)
+        found = decode_shapes(query, key_cache, value_cache, block_table, *how)
+        self.alike: Alike = never
+        self.distance = found.cache.distance
         plan = {"requests": requests, "shares": shares, "workspace": workspace}
-        check_one_device(key_cache, **plan, slopes=slopes, sinks=sinks, out=out)
-        sizes = ((found.rows + 1, NUM_FIELDS), (found.shape.num_shares, 4))
-        for name, x, size in zip(("requests", "shares"), (requests, shares), sizes, strict=True):
-            if tuple(x.shape) != size or x.dtype != torch.int32 or not x.is_contiguous():
-                raise ValueError(f"{name}: expected a plan for these shapes and options, {size}, got {tuple(x.shape)}")
+        check_one_device(key_cache, **plan, slopes=slopes, sinks=sinks, out=out, lse=lse)
+        _check_plan(found, requests, shares)
         _check_columns(found.shape, block_table.shape[0], slopes=slopes, sinks=sinks)
-        expected = (query.shape[0], query.shape[1], cache.v_head_size)
-        check_shape("out", out.shape, expected)
-        if out.dtype != query.dtype or not out.is_contiguous():
-            raise TypeError(f"out: expected a compact tensor of {query.dtype}, got {out.dtype}, strides {out.stride()}")
-        arguments = decode_arguments(found, block_table, query, slopes, sinks)
-        how: dict[str, Any] = {"options": found.options, "shape": found.shape}
-        made = program(kernel_functions.decode, *arguments, device=key_cache.get_device(), **how)
-        if workspace.numel() * workspace.element_size() < made.workspace_bytes:
+        _check_written(query, found.cache.cache.v_head_size, out, lse)
+        arguments = decode_arguments(found, block_table, query, slopes, sinks, lse)
+        compiled_for: dict[str, Any] = {"options": found.options, "shape": found.shape}
+        made = program(kernel_functions.decode, *arguments, device=key_cache.get_device(), **compiled_for)
+        if workspace.nbytes < made.workspace_bytes or not workspace.is_contiguous():
             raise ValueError(
-                f"workspace: expected {made.workspace_bytes} bytes, as the plan has, got {workspace.numel()}"
+                f"workspace: expected {made.workspace_bytes} bytes in one piece, as the plan has, got "
+                f"{workspace.nbytes}, strides {workspace.stride()}"
             )
-        given = [9] * (slopes is not None) + [10] * (sinks is not None)
-        places = (4, *places_of(cache), 5, 6, 7, *given, 11)
-        self.launch = made.bind(*places, workspace=8)
+        place = {name: 8 + i for i, name in enumerate(optional.given())}
+        cache_places = {n: place[n] for n in ("k_scale", "v_scale") if n in place}
+        columns = [place[n] for n in ("slopes", "sinks") if n in place]
+        written = [3, *([] if lse is None else [place["lse"]])]
+        arrays = places_of(found.cache.cache, key=1, value=2, **cache_places)
+        self.launch = made.bind(0, *arrays, 5, 6, 7, *columns, *written, workspace=4)
+
+
+def _check_plan(found: DecodeShapes, requests: torch.Tensor, shares: torch.Tensor) -> None:
+    sizes = ((found.rows + 1, NUM_FIELDS), (found.shape.num_shares, 4))
+    for name, x, size in zip(("requests", "shares"), (requests, shares), sizes, strict=True):
+        if tuple(x.shape) != size or x.dtype != torch.int32 or not x.is_contiguous():
+            raise ValueError(f"{name}: expected a plan for these shapes and options, {size}, got {tuple(x.shape)}")
+
+
+def _check_written(query: torch.Tensor, v_head_size: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    rows = tuple(query.shape[:2])
+    for name, x, shape, dtype in (("out", out, (*rows, v_head_size), query.dtype), ("lse", lse, rows, torch.float32)):
+        if x is None:
+            continue
+        check_shape(name, x.shape, shape)
+        if x.dtype != dtype or not x.is_contiguous():
+            raise TypeError(f"{name}: expected a compact tensor of {dtype}, got {x.dtype}, strides {x.stride()}")
 
 
 def _check_columns(shape: DecodeShape, num_reqs: int, **tensors: torch.Tensor | None) -> None:

@@ -68,26 +68,22 @@ def decode_shapes(
     max_query_len: int,
     batch_invariant: bool,
     scores: ScoreOptions,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> DecodeShapes:
-    cache = cache_shapes(key_cache, value_cache, None, None)
-    check_shape("query", query.shape, ("num_tokens", "num_heads", cache.cache.head_size))
-    check_one_device(key_cache, query=query, value_cache=value_cache, block_table=block_table)
-    check_shape("block_table", block_table.shape, ("num_reqs", "max_blocks_per_req"))
-    if block_table.dtype != torch.int32:
-        raise TypeError(f"block_table: expected torch.int32, got {block_table.dtype}")
-    if block_table.stride(1) != 1 or block_table.stride(0) < block_table.shape[1]:
-        raise ValueError(f"block_table: expected rows of blocks side by side, got strides {block_table.stride()}")
+    cache = checked_cache(query, key_cache, value_cache, block_table, k_scale, v_scale, eight_bits=True)
     num_reqs, columns = map(int, block_table.shape)  # torch.compile has numbers of its own
     num_tokens, num_heads, _ = map(int, query.shape)
     options = scores.options()
-    _refuse(cache.cache, query, num_reqs, columns, max_query_len, options)
+    refuse_call(cache.cache, query, num_reqs, columns, max_query_len, options)
+    most = min(MOST_DECODED, most_decoded_rows(cache.cache) // (num_heads // cache.cache.num_kv_heads))
+    if not 1 <= max_query_len <= most:
+        raise ValueError(f"max_query_len: expected 1 to {most} with these heads, got {max_query_len}")
     rows = next_bucket(num_reqs) if key_cache.device.type == "cuda" else num_reqs
-    # A row of more new tokens is loaded as far as there are tokens: no program may think that there are more.
-    tokens = next_bucket(num_tokens) if max_query_len == 1 else num_tokens
     shape = kernel_functions.decode_shape(
         cache.cache,
         query_dtype=array_shape(query).dtype,
-        num_tokens=tokens,
+        num_tokens=next_bucket(num_tokens),
         num_heads=num_heads,
         num_reqs=rows,
         columns=columns,
@@ -98,18 +94,47 @@ def decode_shapes(
     return DecodeShapes(cache, rows, shape, options)
 
 
-def _refuse(
-    cache: KVCache, query: torch.Tensor, num_reqs: int, columns: int, max_query_len: int, options: AttentionOptions
-) -> None:
-    """Raise for what the kernels don't take."""
-    query_shape = array_shape(query)
-    if cache.quantized:
-        raise NotImplementedError(f"key_cache: decode takes caches of the query's dtype, not {cache.dtype.name}")
+def checked_cache(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    eight_bits: bool = False,
+) -> CacheShapes:
+    """The cache of a layer, checked together with its queries and the block table.
+
+    Args:
+      eight_bits: whether the caller takes 8-bit caches.
+    """
+    found = cache_shapes(key_cache, value_cache, k_scale, v_scale)
+    cache = found.cache
+    check_shape("query", query.shape, ("num_tokens", "num_heads", cache.head_size))
+    check_one_device(key_cache, query=query, block_table=block_table)
+    check_shape("block_table", block_table.shape, ("num_reqs", "max_blocks_per_req"))
+    if block_table.dtype != torch.int32:
+        raise TypeError(f"block_table: expected torch.int32, got {block_table.dtype}")
+    if block_table.stride(1) != 1 or block_table.stride(0) < block_table.shape[1]:
+        raise ValueError(f"block_table: expected rows of blocks side by side, got strides {block_table.stride()}")
+    if cache.quantized and not eight_bits:
+        raise NotImplementedError(f"key_cache: expected the query's dtype, {query.dtype}, got {cache.dtype.name}")
     if query.shape[1] % cache.num_kv_heads or not query.shape[1]:
         raise ValueError(f"query: expected a multiple of {cache.num_kv_heads} kv heads, got {query.shape[1]} heads")
-    most = min(MOST_DECODED, most_decoded_rows(cache) // (query.shape[1] // cache.num_kv_heads))
-    if not 1 <= max_query_len <= most:
-        raise ValueError(f"max_query_len: expected 1 to {most} with these heads, got {max_query_len}")
+    return found
+
+
+def refuse_call(
+    cache: KVCache,
+    query: torch.Tensor,
+    num_reqs: int,
+    columns: int,
+    max_query_len: int | None,
+    options: AttentionOptions,
+) -> None:
+    """Raise NotImplementedError for what the kernels don't take."""
+    query_shape = array_shape(query)
     table, lens = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((num_reqs, columns), (num_reqs,)))
     batch = PagedBatch(table, lens, None, None, max_query_len)
     reason = refusal(
@@ -127,9 +152,12 @@ def plan_sizes(
     max_query_len: int,
     batch_invariant: bool,
     scores: ScoreOptions,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[tuple[int, int], tuple[int, int], int]:
     """Shapes of the tensors of a plan, and bytes of its workspace."""
-    found = decode_shapes(query, key_cache, value_cache, block_table, max_query_len, batch_invariant, scores)
+    how = (max_query_len, batch_invariant, scores, k_scale, v_scale)
+    found = decode_shapes(query, key_cache, value_cache, block_table, *how)
     shares = (found.shape.num_shares, 4)
     if key_cache.device.type == "cpu":
         return (block_table.shape[0] + 1, NUM_FIELDS), shares, 0
@@ -151,7 +179,7 @@ def decode_cut(found: DecodeShapes, num_tokens: int, batch_invariant: bool) -> D
 
 
 def workspace_bytes(found: DecodeShapes, block_table: torch.Tensor, query: torch.Tensor) -> int:
-    """Of what decode leaves to `combine`: the same with and without slopes and sinks."""
+    """Of what decode leaves to `combine`: the same with and without slopes, sinks and lses."""
     arguments = decode_arguments(found, block_table, query, None, None)
     calls = lowered_calls(kernel_functions.decode, *arguments, options=found.options, shape=found.shape)
     return offsets_in_workspace(calls)[1]
@@ -163,10 +191,11 @@ def decode_arguments(
     query: torch.Tensor,
     slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    lse: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Shapes of what `kernel_functions.decode` takes."""
     cache, shape = found.cache.cache, found.shape
-    rows = jax.ShapeDtypeStruct((shape.num_tokens, heads_apart(query), cache.head_size), shape.dtype)
+    rows = jax.ShapeDtypeStruct((shape.num_tokens, heads_apart(query), cache.head_size), shape.query_dtype)
     out = jax.ShapeDtypeStruct((shape.num_tokens, query.shape[1], cache.v_head_size), shape.out_dtype)
     requests, shares, table = (
         jax.ShapeDtypeStruct(size, jnp.int32)
@@ -175,7 +204,8 @@ def decode_arguments(
     by_head = [None if x is None else array_shape(x) for x in (slopes, sinks)]
     if slopes is not None and slopes.shape[0] > 1:
         by_head[0] = jax.ShapeDtypeStruct((found.rows, *slopes.shape[1:]), jnp.float32)
-    return rows, cache, table, DecodePlan(requests, shares), *by_head, out
+    lses = [] if lse is None else [jax.ShapeDtypeStruct((shape.num_tokens, query.shape[1]), jnp.float32)]
+    return rows, cache, table, DecodePlan(requests, shares), *by_head, out, *lses
 
 
 def heads_apart(query: torch.Tensor) -> int:

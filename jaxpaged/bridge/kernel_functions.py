@@ -56,11 +56,12 @@ def decode(
     slopes: Any,
     sinks: Any,
     out: Any,
+    lse: Any = None,
     *,
     options: AttentionOptions,
     shape: DecodeShape,
 ) -> Any:
-    """Attention to requests of a plan: the output, written in place.
+    """Attention to requests of a plan: the output and lses, written in place.
 
     Args:
       query: [num_tokens, heads, head_size], of which the first `num_heads` heads count.
@@ -68,6 +69,7 @@ def decode(
       slopes, sinks: `decode.per_column` of ALiBi's slopes and of sinks, or None.
       options: without arrays.
       out: [num_tokens, num_heads, v_head_size].
+      lse: [num_tokens, num_heads] float32 for natural lses, or None.
     """
     num_reqs = plan.requests.shape[0] - 1
     lens = jax.ShapeDtypeStruct(
@@ -76,9 +78,10 @@ def decode(
     batch = PagedBatch(block_table, lens, None, None, shape.max_query_len)
     options = dataclasses.replace(options, alibi_slopes=slopes, sinks=sinks)
     written = jax.new_ref(out)
-    part_out, part_lse, _ = decoding.decode(query, cache, batch, plan, options, shape, written, None)
-    combining.combine(plan, part_out, part_lse, sinks, shape, written, None, return_lse=False)
-    return jax.freeze(written)
+    lses = None if lse is None else jax.new_ref(lse)
+    part_out, part_lse, whole_lse = decoding.decode(query, cache, batch, plan, options, shape, written, None)
+    combining.combine(plan, part_out, part_lse, sinks, shape, written, None, whole_lse=whole_lse, lse=lses)
+    return jax.freeze(written), None if lses is None else jax.freeze(lses)
 
 
 def decode_shape(

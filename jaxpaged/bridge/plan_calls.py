@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import torch
 
 from jaxpaged.bridge import kernel_functions
-from jaxpaged.bridge.cache_shapes import check_one_device, places_of
+from jaxpaged.bridge.alike import Alike, alike, never
+from jaxpaged.bridge.cache_shapes import check_one_device, places_of, tensor_names
 from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_cut, decode_shapes, plan_sizes
 from jaxpaged.bridge.launch import program
 from jaxpaged.bridge.process import forget_after_fork
@@ -15,7 +16,9 @@ from jaxpaged.metadata.checks import check_shape
 
 Plan = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """`DecodePlan.requests` and `.shares`, and a workspace for all layers of the step, one after the other."""
+_last: dict[Any, "Planner"] = {}
 _planners: dict[Any, "Planner"] = {}
+forget_after_fork(_last.clear)
 forget_after_fork(_planners.clear)
 
 
@@ -28,34 +31,48 @@ def plan_on_gpu(
     query_start_loc: torch.Tensor,
     max_query_len: int,
     batch_invariant: bool,
-    *scores: Any,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    soft_cap: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> Plan:
     """The plan of a step, for `decode_on_gpu`. One launch, on the current stream, and three allocations.
 
     Args:
-      query, key_cache, value_cache: those of a layer; their contents are not read.
+      query, key_cache, value_cache, k_scale, v_scale: those of a layer; their contents are not read.
       block_table: [num_reqs, max_blocks_per_req] int32.
       seq_lens: [num_reqs] int32.
       query_start_loc: [num_reqs + 1] int32.
       max_query_len: no request has more new tokens; up to `MOST_DECODED`.
-      scores: `ScoreOptions`.
+      scale, causal, window_left, window_right, soft_cap: see `ScoreOptions`.
     """
-    name = (
-        query.shape, query.dtype, key_cache.shape, key_cache.stride(), key_cache.dtype, value_cache.shape,
-        value_cache.stride(), block_table.shape, block_table.stride(), block_table.dtype, seq_lens.shape,
-        seq_lens.stride(), seq_lens.dtype, query_start_loc.shape, query_start_loc.stride(), query_start_loc.dtype,
-        query.get_device(), key_cache.get_device(), block_table.get_device(), seq_lens.get_device(),
-        query_start_loc.get_device(), max_query_len, batch_invariant, *scores,
-    )  # fmt: skip
-    planner = _planners.get(name)
-    if planner is None:
-        tensors = (query, key_cache, value_cache, block_table, seq_lens, query_start_loc)
-        planner = _planners[name] = Planner(*tensors, max_query_len, batch_invariant, ScoreOptions(*scores))
+    tensors: tuple[torch.Tensor, ...] = (query, key_cache, value_cache, block_table, seq_lens, query_start_loc)
+    how: Any = (max_query_len, batch_invariant, scale, causal, window_left, window_right, soft_cap)
+    if not (k_scale is v_scale is None):
+        tensors += tuple(x for x in (k_scale, v_scale) if x is not None)
+        how += (k_scale is None, v_scale is None)
+    planner = _last.get(how)
+    if planner is None or not planner.alike(*tensors):
+        name = how, tensor_names(tensors)
+        planner = _planners.get(name)
+        if planner is None:
+            scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
+            arguments: tuple[Any, ...] = (*tensors[:6], max_query_len, batch_invariant, scores, k_scale, v_scale)
+            planner = _planners[name] = Planner(*arguments)
+        planner.alike = alike(*tensors)
+        _last[how] = planner
     return planner(block_table, seq_lens, query_start_loc)
 
 
 class Planner:
-    """Makes plans for batches of certain shapes."""
+    """Makes plans for batches of certain shapes.
+
+    Attributes:
+      alike: whether the tensors of a call are such.
+    """
 
     def __init__(
         self,
@@ -68,12 +85,16 @@ class Planner:
         max_query_len: int,
         batch_invariant: bool,
         scores: ScoreOptions,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ):
-        found = decode_shapes(query, key_cache, value_cache, block_table, max_query_len, batch_invariant, scores)
+        how: tuple[Any, ...] = (max_query_len, batch_invariant, scores, k_scale, v_scale)
+        found = decode_shapes(query, key_cache, value_cache, block_table, *how)
+        self.alike: Alike = never
         num_reqs, columns = block_table.shape
         for name, x, size in (("seq_lens", seq_lens, num_reqs), ("query_start_loc", query_start_loc, num_reqs + 1)):
             check_shape(name, x.shape, (size,))
-            check_one_device(key_cache, **{name: x})
+            check_one_device(query, **{name: x})
             if x.dtype != torch.int32 or not x.is_contiguous():
                 raise TypeError(
                     f"{name}: expected torch.int32, one after the other, got {x.dtype}, stride {x.stride()}"
@@ -82,13 +103,12 @@ class Planner:
         cut = decode_cut(found, query.shape[0], batch_invariant)
         table = jax.ShapeDtypeStruct((num_reqs, self._stride), jnp.int32)
         lens, starts = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (num_reqs, num_reqs + 1))
-        self._device = key_cache.device
+        self._device = query.device
         plan = kernel_functions.plan_decode
-        made = program(plan, found.cache.cache, table, lens, starts, cut=cut, device=key_cache.get_device())
-        caches = places_of(found.cache.cache)
-        self._launch = made.bind(*caches, 4, 5, 6, results=(7, 8))
+        made = program(plan, found.cache.cache, table, lens, starts, cut=cut, device=query.get_device())
+        self._launch = made.bind(*places_of(found.cache.cache), 4, 5, 6, results=(7, 8))
         self._exact = found.rows == num_reqs
-        self._sizes = plan_sizes(query, key_cache, value_cache, block_table, max_query_len, batch_invariant, scores)
+        self._sizes = plan_sizes(query, key_cache, value_cache, block_table, *how)
         self._max_len = columns * found.cache.cache.block_size
 
     def __call__(self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> Plan:

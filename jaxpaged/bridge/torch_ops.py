@@ -4,8 +4,8 @@ Their schemas say what is written, so `torch.compile` keeps them in order withou
 with a `Library` and not with `custom_op`, whose wrappers in Python take longer than a launch.
 
 On a GPU they run on the current stream (`launch.py`), and can be captured in a CUDA graph once they were called, or
-warmed up, for such shapes. Where kernels can't be launched, a warning says so once, and what `set_fallback` was given
-serves.
+warmed up, for such shapes. Eager code that counts microseconds calls them through `direct.py`. Where kernels can't be
+launched, a warning says so once, and what `set_fallback` was given serves.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from jaxpaged.bridge.process import leave_memory_to_torch
 from jaxpaged.bridge.write_calls import write_on_gpu
 
 _SCORES = "float scale, bool causal, int window_left, int window_right, float soft_cap"
+_SCALES = "Tensor? k_scale=None, Tensor? v_scale=None"
 _SCHEMAS = {
     "reshape_and_cache": (
         "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
@@ -33,12 +34,13 @@ _SCHEMAS = {
     "swap_blocks": "(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()",
     "plan_decode": (
         "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, "
-        f"Tensor query_start_loc, int max_query_len, bool batch_invariant, {_SCORES}) -> (Tensor, Tensor, Tensor)"
+        f"Tensor query_start_loc, int max_query_len, bool batch_invariant, {_SCORES}, {_SCALES}) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
     "decode": (
         "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor requests, Tensor shares, "
         f"Tensor(a!) workspace, Tensor? slopes, Tensor? sinks, int max_query_len, bool batch_invariant, {_SCORES}, "
-        "Tensor(b!) out) -> ()"
+        f"Tensor(b!) out, {_SCALES}, Tensor(c!)? lse=None) -> ()"
     ),
 }
 _ON_GPU: dict[str, Callable[..., Any]] = {
@@ -56,6 +58,8 @@ _ON_CPU: dict[str, Callable[..., Any]] = {
     "decode": decode_on_cpu,
 }
 _fallbacks: dict[str, Callable[..., Any]] = {}
+serving: dict[str, Callable[..., Any]] = {}
+"""What serves each operator on a GPU: its function, or the fallback."""
 _library = torch.library.Library("jaxpaged", "DEF")
 
 
@@ -84,12 +88,30 @@ def _fallback(name: str, reason: str) -> Callable[..., Any]:
     return call
 
 
-def _fake_plan(query: Any, key_cache: Any, value_cache: Any, block_table: Any, *others: Any) -> Any:
+def _fake_plan(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    max_query_len: int,
+    batch_invariant: bool,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    soft_cap: float,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> Any:
     # How caches are strided makes no difference to a plan, and can't be read off tensors that have no memory.
-    key_cache, value_cache = (x.new_empty([int(n) for n in x.shape]) for x in (key_cache, value_cache))
-    _, _, max_query_len, batch_invariant, *scores = others
-    how = (max_query_len, batch_invariant, ScoreOptions(*scores))
-    requests, shares, workspace = plan_sizes(query, key_cache, value_cache, block_table, *how)
+    tensors = (key_cache, value_cache, k_scale, v_scale)
+    unstrided: list[Any] = [None if x is None else x.new_empty([int(n) for n in x.shape]) for x in tensors]
+    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
+    key, value, *scales = unstrided
+    how = (max_query_len, batch_invariant, scores, *scales)
+    requests, shares, workspace = plan_sizes(query, key, value, block_table, *how)
     integers = (block_table.new_empty(size, dtype=torch.int32) for size in (requests, shares))
     return *integers, block_table.new_empty(workspace, dtype=torch.uint8)
 
@@ -98,9 +120,10 @@ def _register() -> None:
     reason = unavailable() if torch.cuda.is_available() else None
     for name, schema in _SCHEMAS.items():
         _library.define(name + schema)
-        _library.impl(name, _ON_GPU[name] if reason is None else _fallback(name, reason), "CUDA")
+        serving[name] = _ON_GPU[name] if reason is None else _fallback(name, reason)
+        _library.impl(name, serving[name], "CUDA")
         _library.impl(name, _ON_CPU[name], "CPU")
-        fake = _fake_plan if name == "plan_decode" else lambda *args: None
+        fake = _fake_plan if name == "plan_decode" else lambda *args, **how: None
         torch.library.register_fake(f"jaxpaged::{name}", fake, lib=_library)
 
 

@@ -58,16 +58,24 @@ class Step:
     scores: ScoreOptions = ScoreOptions(SIZE**-0.5, True, -1, -1, 0.0)  # noqa: RUF009
     slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
-    def plan(self) -> Any:
+    def plan(self, calls: Any = ops) -> Any:
         tensors = (self.query, *self.caches, self.table, self.lens, self.starts)
-        return ops.plan_decode(*tensors, self.max_query_len, self.batch_invariant, *self.scores)
+        how = (self.max_query_len, self.batch_invariant, *self.scores, self.k_scale, self.v_scale)
+        return calls.plan_decode(*tensors, *how)
 
-    def attend(self, plan: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self, plan: Any, out: torch.Tensor | None = None, lse: torch.Tensor | None = None, calls: Any = ops
+    ) -> torch.Tensor:
         out = torch.full_like(self.query, torch.nan) if out is None else out
         how = (self.slopes, self.sinks, self.max_query_len, self.batch_invariant, *self.scores)
-        ops.decode(self.query, *self.caches, self.table, *plan, *how, out)
+        calls.decode(self.query, *self.caches, self.table, *plan, *how, out, self.k_scale, self.v_scale, lse)
         return out
+
+    def new_lse(self) -> torch.Tensor:
+        return self.query.new_full(self.query.shape[:2], torch.nan, dtype=torch.float32)
 
     def on_cpu(self) -> "Step":
         cpu = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -75,7 +83,14 @@ class Step:
         return dataclasses.replace(self, **moved, caches=[x.cpu() for x in self.caches])
 
 
-def new_step(lens: Any, query_lens: Any = None, layout: str = "NHD", dtype: Any = torch.bfloat16, **how: Any) -> Step:
+def new_step(
+    lens: Any,
+    query_lens: Any = None,
+    layout: str = "NHD",
+    dtype: Any = torch.bfloat16,
+    cache_dtype: Any = None,
+    **how: Any,
+) -> Step:
     query_lens = [1] * len(lens) if query_lens is None else query_lens
     width = -(-max(lens) // BLOCK) + 1
     table = torch.randint(0, BLOCKS, (len(lens), width), dtype=torch.int32)
@@ -84,12 +99,20 @@ def new_step(lens: Any, query_lens: Any = None, layout: str = "NHD", dtype: Any 
     starts = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32)
     return Step(
         tokens(int(starts[-1]) + how.pop("padding", 0), dtype, HEADS),
-        new_cache(layout, dtype),
+        new_cache(layout, cache_dtype or dtype),
         table.cuda(),
         torch.tensor(lens, dtype=torch.int32, device="cuda"),
         starts.cuda(),
         **how,
     )
+
+
+def scaled(by: str, lens: Any, cache_dtype: Any, **how: Any) -> Step:
+    """A step over an 8-bit cache with scales by "tensor", "head" or "token"."""
+    shape = {"tensor": (), "head": (KV_HEADS,), "token": (BLOCKS, BLOCK, KV_HEADS)}[by]
+    factor = 0.05 if cache_dtype == torch.int8 else 1.0
+    scales = [(torch.rand(shape, device="cuda") + 0.1) * factor for _ in range(2)]
+    return new_step(lens, cache_dtype=cache_dtype, k_scale=scales[0], v_scale=scales[1], **how)
 
 
 def per_head(step: Step, slopes: bool = False, sinks: bool = False) -> Step:

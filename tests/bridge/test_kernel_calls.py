@@ -92,7 +92,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def decode_calls(
-    options: AttentionOptions, *, slopes: bool = False, sinks: bool = False, num_reqs: int = 4, **given: Any
+    options: AttentionOptions,
+    *,
+    slopes: bool = False,
+    sinks: bool = False,
+    lse: bool = False,
+    num_reqs: int = 4,
+    **given: Any,
 ) -> tuple[KernelCalls, Any]:
     cache = cache_of(**given)
     shape = kernel_functions.decode_shape(
@@ -103,7 +109,8 @@ def decode_calls(
     plan = DecodePlan(array((num_reqs + 1, NUM_FIELDS), jnp.int32), array((shape.num_shares, 4), jnp.int32))
     per_head = array((1, 2, 8), jnp.float32)
     arguments = (rows, cache, array((num_reqs, 6), jnp.int32), plan, per_head if slopes else None)
-    arguments = (*arguments, per_head if sinks else None, rows)
+    lses = array((num_reqs, 8), jnp.float32) if lse else None
+    arguments = (*arguments, per_head if sinks else None, rows, lses)
     return lowered(kernel_functions.decode, *arguments, options=options, shape=shape), shape
 
 
@@ -121,6 +128,29 @@ def test_decode_is_two_kernels_and_writes_its_output_alone(name: str, layout: st
     assert {part_out, part_lse, out} <= set(calls.calls[1].buffers)
     assert calls.calls[1].written == (out,)
     assert calls.sizes[part_out] == 2 * shape.num_shares * 2 * 64 * 8 * 4
+
+
+@pytest.mark.parametrize("name", [n for n in CACHES if "8" in n])
+def test_8_bit_caches_need_no_glue(name: str) -> None:
+    given = CACHES[name] | ({"num_kv_heads": 8} if name == "int8 by token" else {})
+    calls, _ = decode_calls(AttentionOptions(0.125), **given)
+    scales = {3, 4} if "by" in name else set()
+    assert len(calls.calls) == 2
+    assert (calls.mutated, calls.constants) == ({calls.num_inputs - 1}, {})
+    assert {0, 1, 2} | scales <= set(calls.calls[0].buffers)
+    assert not scales & set(calls.calls[1].buffers)
+
+
+def test_lses_are_written_by_combine_alone() -> None:
+    calls, _ = decode_calls(AttentionOptions(0.125), lse=True)
+    out, lse = calls.num_inputs - 2, calls.num_inputs - 1
+    decode, combine = calls.calls
+    assert calls.mutated == {out, lse}
+    assert calls.outputs == combine.written == (out, lse)
+    assert lse not in decode.buffers
+    without, _ = decode_calls(AttentionOptions(0.125))
+    sizes = [[c.sizes[b] for b in c.intermediates] for c in (calls, without)]
+    assert sizes[0] == sizes[1]  # so that one workspace serves both
 
 
 def test_slopes_and_sinks_come_ready() -> None:

@@ -1,10 +1,12 @@
 """From an engine's tensors to launches: which addresses go where, what is refused; kernels are recorded, not run."""
 
 import contextlib
+import gc
 import os
 import struct
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from jaxpaged.bridge import launch, process, torch_ops, write_calls
+from jaxpaged.bridge import alike, direct, launch, process, torch_ops, write_calls
 from jaxpaged.bridge.copy_calls import block_pairs, copy_on_gpu, swap_on_gpu
 from jaxpaged.bridge.decode_calls import by_column, decode_on_gpu
 from jaxpaged.bridge.kernel_functions import copy_blocks
@@ -40,7 +42,7 @@ class Recorder:
         number = len(self.modules) - 1
 
         def run(stream: int, pointers: bytes) -> None:
-            assert stream == STREAM
+            assert stream.value == STREAM
             self.launches.append((number, struct.unpack(f"{len(pointers) // 8}Q", pointers)))
 
         return run
@@ -185,14 +187,56 @@ BAD_WRITES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("after", ["nothing", "a call", "a call, looked up by name"])
 @pytest.mark.parametrize("name", BAD_WRITES)
-def test_what_does_not_fit_is_refused(recorder: Recorder, name: str) -> None:
+def test_what_does_not_fit_is_refused(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, name: str, after: str
+) -> None:
     error, words, given = BAD_WRITES[name]
     arguments = {"key": rows(8), "value": rows(8), "key_cache": caches()[0], "value_cache": caches()[1]}
     arguments |= {"slot_mapping": torch.arange(8), "kv_cache_dtype": "auto", "k_scale": None, "v_scale": None}
+    if after == "a call, looked up by name":
+        monkeypatch.setattr(alike, "_guards", lambda: None)
+    if after != "nothing":
+        for _ in range(2):
+            write_on_gpu(**arguments)
+        recorder.launches.clear()
     with pytest.raises(error, match=words):
         write_on_gpu(**{**arguments, **given})
     assert recorder.launches == []
+
+
+def test_tensors_that_were_changed_in_place_are_checked_anew(recorder: Recorder) -> None:
+    key, slots, (k_cache, v_cache) = rows(8), torch.arange(8), caches()
+    arguments = (key, rows(8), k_cache, v_cache, slots, "auto", None, None)
+    write_on_gpu(*arguments)
+    for x, bad, good in ((key, rows(8, 3), rows(8)), (slots, torch.zeros(8), torch.arange(8))):
+        x.data = bad
+        with pytest.raises((TypeError, ValueError), match="expected"):
+            write_on_gpu(*arguments)
+        x.data = good
+    k_cache.transpose_(1, 3)
+    with pytest.raises(ValueError, match="key"):
+        write_on_gpu(*arguments)
+    assert len(recorder.launches) == 1
+
+
+def test_a_call_with_tensors_like_the_last_ones_is_not_looked_up(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(n: int) -> None:
+        write_on_gpu(rows(n), rows(n), *caches(), torch.arange(n), "auto", None, None)
+
+    write(8)
+    found: list[Any] = []
+    look_up = write_calls._writer_of
+    monkeypatch.setattr(write_calls, "_writer_of", lambda *args: found.append(look_up(*args)) or found[-1])
+    write(8)
+    assert found == []
+    for n in (16, 8, 8, 16):
+        write(n)
+    assert [id(x) for x in found] == [id(found[0]), id(found[1]), id(found[0])]
+    assert len(recorder.launches) == 6
 
 
 SCORES = (0.125, True, -1, -1, 0.0)
@@ -217,16 +261,161 @@ def test_a_step_goes_by_the_plans_memory(recorder: Recorder) -> None:
     assert combine == (requests.data_ptr(), *parts[:2], *address(sinks, out), out.data_ptr())
 
 
-def test_a_workspace_that_is_too_small_is_refused(recorder: Recorder) -> None:
-    (k_cache, v_cache), query = caches(), rows(3, 8)
+def decode_arguments(cache: Any = None, max_query_len: int = 1, **scales: Any) -> dict[str, Any]:
+    """Of a call of three requests, by a plan made for it."""
+    (k_cache, v_cache), query = cache or caches(), rows(3 * max_query_len, 8)
     table, lens, starts = torch.zeros(3, 6, dtype=torch.int32), torch.ones(3).int(), torch.arange(4).int()
-    requests, shares, _ = plan_on_gpu(query, k_cache, v_cache, table, lens, starts, 1, False, *SCORES)
-    how = (None, None, 1, False, *SCORES, torch.empty_like(query))
-    with pytest.raises(ValueError, match="workspace: expected"):
-        decode_on_gpu(query, k_cache, v_cache, table, requests, shares, torch.empty(16), *how)
-    with pytest.raises(ValueError, match="shares: expected a plan"):
-        decode_on_gpu(query, k_cache, v_cache, table, requests, shares[1:], torch.empty(1 << 25), *how)
+    tensors = (query, k_cache, v_cache, table, lens, starts * max_query_len)
+    requests, shares, _ = plan_on_gpu(*tensors, max_query_len, False, *SCORES, **scales)
+    names = ("query", "key_cache", "value_cache", "block_table", "requests", "shares", "workspace", "slopes", "sinks")
+    workspace = torch.empty(1 << 25, dtype=torch.uint8)
+    values = (query, k_cache, v_cache, table, requests, shares, workspace, None, None)
+    how = {"max_query_len": max_query_len, "batch_invariant": False, "out": torch.empty_like(query)}
+    options = dict(zip(("scale", "causal", "window_left", "window_right", "soft_cap"), SCORES, strict=True))
+    return dict(zip(names, values, strict=True)) | how | options | scales
+
+
+FLOAT8 = [torch.zeros(40, 16, 2, 64, dtype=torch.float8_e4m3fn) for _ in range(2)]
+BAD_DECODES: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "query dtype": (NotImplementedError, "query's dtype", {"query": rows(3, 8).half()}),
+    "query shape": (ValueError, "query: expected shape", {"query": rows(3, 8)[..., :32]}),
+    "query heads": (ValueError, "query: expected a multiple of 2", {"query": rows(3, 7)}),
+    "query strides": (ValueError, "query: expected the heads", {"query": rows(3, 16)[:, ::2]}),
+    "query address": (ValueError, "query: expected memory", {"query": rows(4, 8).view(-1)[4:1540].view(3, 8, 64)}),
+    "query grad": (ValueError, "query: it requires grad", {"query": rows(3, 8).requires_grad_()}),
+    "cache dtype": (TypeError, "value_cache: expected torch.bfloat16", {"value_cache": caches()[1].half()}),
+    "cache strides": (ValueError, "strides", {"key_cache": caches()[0][:, ::2], "value_cache": caches()[1][:, ::2]}),
+    "uint8": (TypeError, "uint8", dict.fromkeys(("key_cache", "value_cache"), FLOAT8[0].view(torch.uint8))),
+    "scales of bfloat16": (ValueError, "scale", {"k_scale": torch.ones(()), "v_scale": torch.ones(())}),
+    "table dtype": (TypeError, "block_table: expected torch.int32", {"block_table": torch.zeros(3, 6).long()}),
+    "table strides": (ValueError, "block_table: expected rows", {"block_table": torch.zeros(6, 3).int().T}),
+    "table device": (
+        ValueError,
+        "block_table: expected a tensor on",
+        {"block_table": torch.zeros(3, 6, device="meta")},
+    ),
+    "requests": (ValueError, "requests: expected a plan", {"requests": torch.zeros(9, 9).int()}),
+    "shares dtype": (ValueError, "shares: expected a plan", {"shares": torch.zeros(132, 4)}),
+    "workspace": (ValueError, "workspace: expected", {"workspace": torch.empty(16)}),
+    "workspace strides": (ValueError, "workspace: expected", {"workspace": torch.empty(1 << 24, 2).T}),
+    "workspace address": (ValueError, "workspace: expected memory", {"workspace": torch.empty(1 << 25).int()[1:]}),
+    "sinks shape": (ValueError, "sinks: expected what by_column", {"sinks": torch.zeros(1, 2, 4)}),
+    "slopes dtype": (ValueError, "slopes: expected what by_column", {"slopes": torch.zeros(1, 2, 8).half()}),
+    "out shape": (ValueError, "out: expected shape", {"out": rows(2, 8)}),
+    "out dtype": (TypeError, "out: expected a compact", {"out": rows(3, 8).half()}),
+    "out strides": (TypeError, "out: expected a compact", {"out": rows(3, 16)[:, ::2]}),
+    "out address": (ValueError, "out: expected memory", {"out": rows(4, 8).view(-1)[4:1540].view(3, 8, 64)}),
+    "lse shape": (ValueError, "lse: expected shape", {"lse": torch.zeros(8, 3)}),
+    "lse dtype": (TypeError, "lse: expected a compact", {"lse": torch.zeros(3, 8).half()}),
+    "lse strides": (TypeError, "lse: expected a compact", {"lse": torch.zeros(8, 3).T}),
+    "lse device": (ValueError, "lse: expected a tensor on", {"lse": torch.zeros(3, 8, device="meta")}),
+    "new tokens": (ValueError, "max_query_len: expected 1 to", {"max_query_len": 9}),
+    "scale": (ValueError, "scale: expected a finite number", {"scale": float("nan")}),
+}
+
+
+@pytest.mark.parametrize("after", ["nothing", "a call"])
+@pytest.mark.parametrize("name", BAD_DECODES)
+def test_what_does_not_fit_decode_is_refused(recorder: Recorder, name: str, after: str) -> None:
+    error, words, given = BAD_DECODES[name]
+    arguments = decode_arguments()
+    if after == "a call":
+        for _ in range(2):
+            decode_on_gpu(**arguments)
+    recorder.launches.clear()
+    with pytest.raises(error, match=words):
+        decode_on_gpu(**{**arguments, **given})
+    assert recorder.launches == []
+
+
+SCALES: dict[str, Any] = {
+    "none": {},
+    "values alone": {"v_scale": torch.ones(1)},
+    "tensor": {"k_scale": torch.ones(()), "v_scale": torch.ones(1)},
+    "head": {"k_scale": torch.ones(2), "v_scale": torch.ones(2)},
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_8_bit_caches_go_to_decode_as_they_are(recorder: Recorder, dtype: Any, name: str) -> None:
+    cache = [x.view(dtype) for x in FLOAT8]
+    if dtype == torch.int8 and name in ("none", "values alone"):
+        with pytest.raises(ValueError, match="an int8 cache needs both scales"):
+            decode_arguments(cache, **SCALES[name])
+        return
+    arguments = decode_arguments(cache, **SCALES[name])
+    recorder.launches.clear()
+    decode_on_gpu(**arguments, lse=None)
+    (_, decode), (_, combine) = recorder.launches
+    names = ("requests", "shares", "block_table", "query", "key_cache", "value_cache")
+    scales = [arguments[n] for n in ("k_scale", "v_scale") if n in arguments]
+    read = address(*(arguments[n] for n in names), *scales, arguments["out"])
+    assert decode[: len(read)] == read
+    assert not {*address(*scales, *cache)} & {*combine}
+
+
+ROW_SCALES = {"k_scale": torch.ones(40, 16, 2), "v_scale": torch.ones(40, 16, 2)}
+BAD_SCALES: dict[str, tuple[type[Exception], str, Any, dict[str, Any]]] = {
+    "dtype": (TypeError, "k_scale", torch.float8_e5m2, {"k_scale": torch.ones(2).half(), "v_scale": torch.ones(2)}),
+    "shape": (ValueError, "v_scale", torch.float8_e5m2, {"k_scale": torch.ones(2), "v_scale": torch.ones(3)}),
+    "gaps": (ValueError, "k_scale", torch.float8_e5m2, {"k_scale": torch.ones(4)[::2], "v_scale": torch.ones(2)}),
+    "device": (ValueError, "k_scale", torch.int8, {"k_scale": torch.ones(2, device="meta"), "v_scale": torch.ones(2)}),
+    "float8 by token": (NotImplementedError, "int8 caches and bfloat16", torch.float8_e4m3fn, ROW_SCALES),
+    "few heads by token": (NotImplementedError, "rows of 32", torch.int8, {n: x[:, :8] for n, x in ROW_SCALES.items()}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SCALES)
+def test_scales_that_do_not_fit_are_refused(recorder: Recorder, name: str) -> None:
+    error, words, dtype, scales = BAD_SCALES[name]
+    cache = [x.view(dtype) for x in FLOAT8]
+    if name == "few heads by token":
+        cache = [x[:, :8].contiguous() for x in cache]
+        scales = {n: x.contiguous() for n, x in scales.items()}
+    with pytest.raises(error, match=words):
+        decode_arguments(cache, **scales)
+    assert recorder.launches == []
+
+
+def test_scales_by_token_go_to_decode(recorder: Recorder) -> None:
+    arguments = decode_arguments([x.view(torch.int8) for x in FLOAT8], **ROW_SCALES)
+    recorder.launches.clear()
+    decode_on_gpu(**arguments)
+    assert {*address(*ROW_SCALES.values())} < {*recorder.launches[0][1]}
+
+
+def test_lses_are_written_by_combine(recorder: Recorder) -> None:
+    arguments, lse = decode_arguments(), torch.zeros(3, 8)
+    sinks = by_column(torch.zeros(8), num_kv_heads=2, max_query_len=1)
+    recorder.launches.clear()
+    decode_on_gpu(**{**arguments, "sinks": sinks}, lse=lse)
+    (_, decode), (_, combine) = recorder.launches
+    whole_lse = decode[-2]
+    assert combine[-5:] == (*address(arguments["out"]), whole_lse, *address(lse, arguments["out"], lse))
+    assert sinks.data_ptr() in combine
+    assert lse.data_ptr() not in decode
+
+
+def test_direct_functions_spare_the_dispatcher(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (rows(8), rows(8), *caches(), torch.arange(8), "auto", None, None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    direct.reshape_and_cache(*arguments)
+    assert [got[:2] for _, got in recorder.launches] == [address(*arguments[:2])]
+    monkeypatch.setattr(direct, "is_compiling", lambda: True)
+    direct.reshape_and_cache(*arguments)  # by the CPU's operator
+    monkeypatch.setattr(direct, "is_compiling", lambda: False)
+    direct.reshape_and_cache(torch.nn.Parameter(arguments[0], requires_grad=False), *arguments[1:])
     assert len(recorder.launches) == 1
+
+
+def test_numbers_of_new_tokens_share_programs(recorder: Recorder) -> None:
+    """Also where a request has several: none of the kernels reads past its own rows."""
+    arguments = decode_arguments(max_query_len=3)
+    decode_on_gpu(**arguments)
+    compiled = len(recorder.modules)
+    decode_on_gpu(**{**arguments, "query": rows(11, 8), "out": rows(11, 8)})
+    assert len(recorder.modules) == compiled
 
 
 @pytest.mark.parametrize("max_query_len", [1, 3])
@@ -353,8 +542,16 @@ def test_constants_and_results_have_their_places(recorder: Recorder) -> None:
     made = launch.program(function, jax.ShapeDtypeStruct((128,), jnp.float32), device=-1)
     ((constant,),) = [made.constants.values()]
     assert constant.tolist() == [3.0] * 128
-    made.bind(2, results=(0, 1))((0x10, 0x20, 0x30))
+    bound = made.bind(2, results=(0, 1))
+    bound((0x10, 0x20, 0x30))
     assert [got for _, got in recorder.launches] == [(constant.data_ptr(), 0x10), (0x30, 0x20)]
+    gone = weakref.ref(constant)
+    del made, constant
+    forget()
+    assert gone() is not None  # while it may be launched
+    del bound
+    gc.collect()
+    assert gone() is None
 
 
 def test_binding_checks_its_places(recorder: Recorder) -> None:
