@@ -4,6 +4,7 @@ Run on a machine with a Hopper GPU: `python benchmarks/torch_calls.py`. The Trit
 or a copy of its operators, can be imported.
 """
 
+import ctypes
 import dataclasses
 import json
 import time
@@ -17,7 +18,19 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jaxpaged.bridge import launch, torch_ops
+from jaxpaged.bridge import direct, launch, torch_ops
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    nothing = None
+else:
+
+    @triton.jit
+    def nothing(a, b, c, d, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # tl must be a global of its module
+        pass
+
 
 assert torch_ops.set_fallback  # registers the operators
 ops = torch.ops.jaxpaged
@@ -28,7 +41,13 @@ RUNS, CALLS = 5, 1000
 SCORES = (HEAD_SIZE**-0.5, True, -1, -1, 0.0)
 ADD, EMPTY_TRITON = "torch add_", "Triton, 4 pointers, no work"
 WRITE, DECODE = "jaxpaged.reshape_and_cache", "jaxpaged.decode, out given"
-BOUNDS = {WRITE: (ADD, 1.1), DECODE: (EMPTY_TRITON, 1.0)}
+DIRECT_WRITE, DIRECT_DECODE = (f"{name} without the dispatcher" for name in ("reshape_and_cache", "decode, out given"))
+BOUNDS = {
+    WRITE: (ADD, 1.1),
+    DECODE: (EMPTY_TRITON, 1.0),
+    DIRECT_WRITE: (ADD, 1.1),
+    DIRECT_DECODE: (EMPTY_TRITON, 1.0),
+}
 """What is to be reached: at most so many times another call's time."""
 
 
@@ -60,6 +79,7 @@ class Inputs:
 
     query: torch.Tensor
     key: torch.Tensor
+    value: torch.Tensor
     cache: torch.Tensor
     slots: torch.Tensor
     table: torch.Tensor
@@ -70,7 +90,7 @@ class Inputs:
     @classmethod
     def new(cls, num_reqs: int, context: int) -> "Inputs":
         width = context // BLOCK_SIZE
-        rows = [torch.randn(num_reqs, n, HEAD_SIZE, device="cuda").bfloat16() for n in (NUM_HEADS, NUM_KV_HEADS)]
+        rows = [torch.randn(num_reqs, n, HEAD_SIZE, device="cuda").bfloat16() for n in (NUM_HEADS, *[NUM_KV_HEADS] * 2)]
         shape = (2, num_reqs * width, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
         blocks = torch.randperm(num_reqs * width, device="cuda")
         return cls(
@@ -87,18 +107,31 @@ class Inputs:
 def our_calls(x: Inputs) -> dict[str, Callable[[], Any]]:
     key_cache, value_cache = x.cache.unbind(0)
     plan = ops.plan_decode(x.query, key_cache, value_cache, x.table, x.lens, x.starts, 1, False, *SCORES)
+    lse = torch.empty(x.query.shape[:2], device="cuda")
     return {
-        WRITE: lambda: ops.reshape_and_cache(x.key, x.key, key_cache, value_cache, x.slots, "auto", None, None),
+        WRITE: lambda: ops.reshape_and_cache(x.key, x.value, key_cache, value_cache, x.slots, "auto", None, None),
         "jaxpaged.reshape_and_cache, views made": lambda: ops.reshape_and_cache(
-            x.key, x.key, *x.cache.unbind(0), x.slots, "auto", None, None
+            x.key, x.value, *x.cache.unbind(0), x.slots, "auto", None, None
         ),
         DECODE: lambda: ops.decode(
             x.query, key_cache, value_cache, x.table, *plan, None, None, 1, False, *SCORES, x.out
+        ),
+        DIRECT_WRITE: lambda: direct.reshape_and_cache(
+            x.key, x.value, key_cache, value_cache, x.slots, "auto", None, None
+        ),
+        DIRECT_DECODE: lambda: direct.decode(
+            x.query, key_cache, value_cache, x.table, *plan, None, None, 1, False, *SCORES, x.out
+        ),
+        "jaxpaged.decode, lse too": lambda: ops.decode(
+            x.query, key_cache, value_cache, x.table, *plan, None, None, 1, False, *SCORES, x.out, None, None, lse
         ),
         "jaxpaged.decode, out made": lambda: ops.decode(
             x.query, key_cache, value_cache, x.table, *plan, None, None, 1, False, *SCORES, torch.empty_like(x.query)
         ),
         "jaxpaged.plan_decode, once a step": lambda: ops.plan_decode(
+            x.query, key_cache, value_cache, x.table, x.lens, x.starts, 1, False, *SCORES
+        ),
+        "plan_decode without the dispatcher": lambda: direct.plan_decode(
             x.query, key_cache, value_cache, x.table, x.lens, x.starts, 1, False, *SCORES
         ),
     }
@@ -107,7 +140,7 @@ def our_calls(x: Inputs) -> dict[str, Callable[[], Any]]:
 def launches_alone() -> dict[str, Callable[[], Any]]:
     """The functions that Mosaic compiled, without anything of ours around them."""
     found: dict[str, Callable[[], Any]] = {}
-    stream = torch.cuda.current_stream().cuda_stream
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     for program in launch._programs.values():
         for i, (run, call) in enumerate(zip(program.launches, program.calls.calls, strict=True)):
             memory = [torch.zeros(program.calls.sizes[b], dtype=torch.uint8, device="cuda") for b in call.buffers]
@@ -128,16 +161,8 @@ def torch_calls() -> dict[str, Callable[[], Any]]:
 
 
 def triton_calls(x: Inputs) -> dict[str, Callable[[], Any]]:
-    try:
-        import triton
-        import triton.language as tl
-    except ImportError:
+    if nothing is None:
         return {}
-
-    @triton.jit
-    def nothing(a, b, c, d, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-        pass
-
     calls = {EMPTY_TRITON: lambda: nothing[(64,)](x.query, x.key, x.cache, x.out, SIZE=64)}
     return calls | triton_peers(x)
 
@@ -162,7 +187,7 @@ def triton_peers(x: Inputs) -> dict[str, Callable[[], Any]]:
     return {
         "Triton unified attention": lambda: unified_attention(**arguments),
         "Triton reshape_and_cache_flash": lambda: triton_reshape_and_cache_flash(
-            x.key, x.key, key_cache, value_cache, x.slots, "auto", scale, scale
+            x.key, x.value, key_cache, value_cache, x.slots, "auto", scale, scale
         ),
     }
 
