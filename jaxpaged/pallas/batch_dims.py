@@ -17,11 +17,18 @@ MOST_AT_ONCE = 16 * WARPGROUP
 
 
 class BatchRefs(NamedTuple):
-    """References to a batch's arrays in global memory, in the order in which the kernels take them."""
+    """References to a batch's arrays in global memory, in the order in which the kernels take them.
+
+    Attributes:
+      num_reqs, num_tokens: [1] int32, how many there are of those that a program has room for; None for all. The other
+        arrays need not have more.
+    """
 
     block_table: Any
     seq_lens: Any
     query_start_loc: Any
+    num_reqs: Any = None
+    num_tokens: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +43,10 @@ class BatchDims:
     @classmethod
     def of(cls, cache: KVCache, batch: PagedBatch) -> Self:
         return cls(batch.num_reqs, batch.max_blocks_per_req, cache.block_size, cache.num_blocks)
+
+    def reqs_there(self, refs: BatchRefs) -> Any:
+        """How many requests there are."""
+        return self.num_reqs if refs.num_reqs is None else refs.num_reqs[0]
 
     def lens(self, refs: BatchRefs, request: Any, interpret: Interpreter | None) -> tuple[Any, Any, Any]:
         """Vectors of requests' first rows, new tokens, and positions that the block table has room for.

@@ -149,14 +149,16 @@ class PrefillLists:
           tile_starts: [num_reqs + 1, 1] int32 in global memory, which the CTA for which `writes` holds writes.
         """
         num_reqs, at_once = self.dims.num_reqs, self.requests_at_once
-        end = batch.query_start_loc[num_reqs]
+        there = self.dims.reqs_there(batch)
+        end = batch.query_start_loc[there]
+        num_tokens = self.num_tokens if batch.num_tokens is None else batch.num_tokens[0]
 
         def fill(i: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
             request = indices(at_once) + i * at_once
-            real, none = request < num_reqs, request == num_reqs
-            first_row, q_len, kv_len = self.dims.lens(batch, jnp.minimum(request, num_reqs - 1), interpret)
+            real, none = request < there, request == num_reqs
+            first_row, q_len, kv_len = self.dims.lens(batch, jnp.minimum(request, there - 1), interpret)
             first_row = jnp.where(real, first_row, end)
-            q_len = jnp.where(real, q_len, jnp.maximum(self.num_tokens - end, 0))
+            q_len = jnp.where(real, q_len, jnp.maximum(num_tokens - end, 0))
             kv_len = jnp.where(real, kv_len, 0)
             tiles = jnp.where(none | (real & (q_len >= self.shortest)), ceil_div(q_len, self.tiling.tokens), 0)
             units = ceil_div(jnp.maximum(kv_len, 0), UNIT)
@@ -165,7 +167,7 @@ class PrefillLists:
             first_tile = before[0] + tile_sums - tiles
             found = Requests(first_tile, before[1] + unit_sums - units, units, first_row, q_len, kv_len)
             _store(lists, found, i * at_once)
-            scatter(tile_starts, [request], [first_tile], writes & (real | none), interpret)
+            scatter(tile_starts, [request], [first_tile], writes & (request <= num_reqs), interpret)
             return before[0] + all_tiles, before[1] + all_units
 
         zero = jnp.int32(0)

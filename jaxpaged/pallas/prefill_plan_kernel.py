@@ -49,15 +49,21 @@ def plan_prefill_by_kernel(
     num_heads: int,
     shortest: int,
     interpret: Interpreter | None,
+    there: tuple[Any, Any] = (None, None),
 ) -> PrefillPlan:
-    """`plan_prefill`, without a mask function, if `lists_of` fits in shared memory."""
+    """`plan_prefill`, without a mask function, if `lists_of` fits in shared memory.
+
+    Args:
+      there: [1] int32 each, how many requests and tokens there are, which may be fewer than a program has room for.
+    """
     lists = lists_of(cache, batch, options, tiling, num_tokens=num_tokens, num_heads=num_heads, shortest=shortest)
     num_lists = tiling.num_ctas
     room = most_items(num_tokens, batch.num_reqs, tiling, lists.heads * lists.per_pair)
     shapes = ((num_lists, room, NUM_FIELDS), (num_lists,), (batch.num_reqs + 1, 1), (1,))
     ctas = max(num_lists, min(lists.most_pieces, CTAS_PER_LIST * num_lists))
+    operands = [x for x in (batch.block_table, batch.seq_lens, batch.query_start_loc, *there) if x is not None]
     work, counts, tile_starts, parts = kernel(
-        functools.partial(_plan, lists, ctas, interpret),
+        functools.partial(_plan, lists, ctas, interpret, len(operands)),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
         grid=(ctas,),
         grid_names=("cta",),
@@ -65,7 +71,7 @@ def plan_prefill_by_kernel(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
         kernel_name="paged_prefill_plan",
-    )(batch.block_table, batch.seq_lens, batch.query_start_loc)
+    )(*operands)
     return PrefillPlan(work, counts, tile_starts.reshape(-1), parts.reshape(()))
 
 
@@ -122,6 +128,7 @@ def _plan(
     lists: PrefillLists,
     ctas: int,
     interpret: Interpreter | None,
+    num_operands: int,
     *refs: Any,
     requests: Requests,
     pieces: Pieces,
@@ -129,7 +136,7 @@ def _plan(
     sums: Any,
 ) -> None:
     """The kernel."""
-    batch, (work, counts, tile_starts, parts) = BatchRefs(*refs[:3]), refs[3:]
+    batch, (work, counts, tile_starts, parts) = BatchRefs(*refs[:num_operands]), refs[num_operands:]
     me = lax.axis_index("cta")
     totals = lists.fill_requests(batch, requests, sums, tile_starts, me == 0, interpret)
     sizes = lists.fill_pieces(requests, *totals, pieces, sums, interpret)
@@ -167,7 +174,7 @@ def _clear(work: Any, me: Any, count: Any, interpret: Interpreter | None) -> Non
 def _write_piece(lists: PrefillLists, known: _Known, number: Any, interpret: Interpreter | None) -> None:
     """Write a piece's items, group by group."""
     requests, request = known.requests, known.pieces.request[number]
-    table_row = jnp.minimum(request, lists.dims.num_reqs - 1)
+    table_row = jnp.minimum(request, lists.dims.reqs_there(known.batch) - 1)
     first_blocks = lists.dims.bad_blocks(known.batch, table_row, interpret)
     tile, part, first, rows, first_pos, first_step, steps = lists.cut_piece(
         requests, request, number, known.sizes.parts, lambda ref, index: ref[index]

@@ -335,3 +335,30 @@ def test_refusals_say_why() -> None:
     assert "mask_mod" in plans.prefill_refusal(SMALL.cache(), SMALL.struct(), masked, tiling, **how)
     how["num_tokens"] = 10**6
     assert "shared memory" in plans.prefill_refusal(SMALL.cache(), SMALL.struct(), options, tiling, **how)
+
+
+@pytest.mark.parametrize("kind", PREFILLS)
+def test_a_program_with_room_for_more_plans_what_is_there(kernels: None, kind: str) -> None:
+    """Three requests of 300 tokens, by a program for eight of 512: nothing is read past the third's."""
+    how: dict[str, Any] = {"shortest": 1} | PREFILLS[kind]
+    options = {"num_heads": HEADS, "num_reqs": 8} | ({"causal": True, "window": None} | OPTIONS | how.pop("options", {}))
+    fits, room = dataclasses.replace(SMALL, num_reqs=3), dataclasses.replace(SMALL, num_reqs=8, num_tokens=512)
+    more = {"num_tokens": 512, "num_heads": HEADS, "interpret": interpreter(), "options": make_options(**options)}
+
+    @jax.jit
+    def with_room(batch: PagedBatch, reqs: Any, tokens: Any) -> Any:
+        return prefill_plan_kernel.plan_prefill_by_kernel(room.cache(), batch, **how, **more, there=(reqs, tokens))
+
+    by_xla, _ = planners(plans.plan_prefill, fits, **{"shortest": 1} | PREFILLS[kind])
+    for query_lens, seq_lens in (([64, 150, 8], [64, 300, 264]), ([0, 0, 1], [0, 50, 1]), ([100, 100, 100], [320] * 3)):
+        batch = fits.batch(query_lens, seq_lens, [(2, 0, -1)])
+        expected = by_xla(batch)
+        table = jnp.full((8, room.width), -1, jnp.int32).at[:3].set(batch.block_table)
+        lens = jnp.full((8,), 320, jnp.int32).at[:3].set(batch.seq_lens)
+        starts = jnp.full((9,), 2**20, jnp.int32).at[:4].set(batch.query_start_loc)
+        counts = (jnp.full((1,), n, jnp.int32) for n in (3, fits.num_tokens))
+        got = with_room(PagedBatch(table, lens, starts, None, None), *counts)
+        starts_of_tiles = np.append(got.tile_starts[:3], got.tile_starts[8:])
+        work = got.work[:, : expected.work.shape[1]]
+        assert not np.asarray(got.work[:, expected.work.shape[1] :]).any()
+        assert differences(expected, got._replace(work=work, tile_starts=jnp.asarray(starts_of_tiles))) == []
