@@ -14,11 +14,17 @@ from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas import block_copy, cache_write
 from jaxpaged.pallas import combine as combining
 from jaxpaged.pallas import decode as decoding
+from jaxpaged.pallas import merge as merging
+from jaxpaged.pallas import prefill as prefilling
 from jaxpaged.pallas.block_pairs import BlockPairs
-from jaxpaged.pallas.config import decode_config
+from jaxpaged.pallas.config import decode_config, prefill_config
 from jaxpaged.pallas.decode import DecodeShape
 from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.decode_plan_kernel import DecodeCut, plan_decode_by_kernel
+from jaxpaged.pallas.prefill import PrefillShape
+from jaxpaged.pallas.prefill_merge import merge_parts
+from jaxpaged.pallas.prefill_plan import PrefillPlan, PrefillTiling
+from jaxpaged.pallas.prefill_plan_kernel import plan_prefill_by_kernel
 from jaxpaged.pallas.tuning import Gpu
 from jaxpaged.reference.attention import AttentionOptions
 
@@ -101,3 +107,92 @@ def decode_shape(
     table, lens = (jax.ShapeDtypeStruct(s, "int32") for s in ((num_reqs, columns), (num_reqs,)))
     batch = PagedBatch(table, lens, None, None, max_query_len)
     return decode_config(query, cache, batch, query.dtype, batch_invariant, max_query_len, gpu)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillCut:
+    """How a plan of prefill is made: the arguments of `plan_prefill_by_kernel` of the same names."""
+
+    options: AttentionOptions
+    tiling: PrefillTiling
+    num_tokens: int
+    num_heads: int
+    shortest: int
+
+
+def plan_prefill(
+    cache: KVCache,
+    block_table: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    num_reqs: Any,
+    num_tokens: Any,
+    *,
+    cut: PrefillCut,
+) -> PrefillPlan:
+    """`prefill_plan_kernel.plan_prefill_by_kernel`, of the batch's first requests.
+
+    Args:
+      num_reqs, num_tokens: [1] int32, how many there are.
+    """
+    batch = PagedBatch(block_table, seq_lens, query_start_loc, None, None)
+    sizes = {"num_tokens": cut.num_tokens, "num_heads": cut.num_heads, "shortest": cut.shortest}
+    there = (num_reqs, num_tokens)
+    return plan_prefill_by_kernel(cache, batch, cut.options, cut.tiling, **sizes, interpret=None, there=there)
+
+
+def prefill(
+    query: Any,
+    cache: KVCache,
+    block_table: Any,
+    plan: PrefillPlan,
+    slopes: Any,
+    sinks: Any,
+    out: Any,
+    *,
+    options: AttentionOptions,
+    shape: PrefillShape,
+    return_lse: bool,
+) -> tuple[Any, Any]:
+    """Attention to requests of a plan: the output, written in place, and the lses that `prefill` leaves, or None.
+
+    Args:
+      query: [num_tokens, heads, head_size], of which the first `num_heads` heads count.
+      block_table: [num_reqs, columns] int32.
+      slopes, sinks: [1 or num_reqs, num_heads] and [num_heads] float32, or None.
+      options: without arrays.
+      out: [num_tokens, num_heads, v_head_size].
+    """
+    lens = jax.ShapeDtypeStruct(block_table.shape[:1], block_table.dtype)  # the plan knows them
+    batch = PagedBatch(block_table, lens, None, None, None)
+    options = dataclasses.replace(options, alibi_slopes=slopes, sinks=sinks)
+    written = jax.new_ref(out)
+    lse, part_out, _ = prefilling.prefill(query, cache, batch, plan, options, shape, written, None)
+    if shape.in_parts:
+        lse = merge_parts(plan, part_out, lse, sinks, shape, written, None, return_lse=return_lse)
+    return jax.freeze(written), lse
+
+
+def prefill_shape(
+    cache: KVCache,
+    options: AttentionOptions,
+    *,
+    query_dtype: Any,
+    num_tokens: int,
+    num_heads: int,
+    num_reqs: int,
+    return_lse: bool,
+    batch_invariant: bool,
+    gpu: Gpu,
+) -> PrefillShape:
+    """What `prefill` is compiled for; shapes are enough, of a cache and of the arrays of the options."""
+    query = jax.ShapeDtypeStruct((num_tokens, num_heads, cache.head_size), query_dtype)
+    lens = jax.ShapeDtypeStruct((num_reqs,), "int32")
+    batch = PagedBatch(None, lens, None, None, None)
+    return prefill_config(query, cache, batch, options, query.dtype, return_lse, batch_invariant, gpu)
+
+
+def merge_states(outputs: Any, lses: Any) -> tuple[Any, Any]:
+    """`merge.merge_attention_states` of states [n, num_tokens, num_heads, width] with lses [n, num_heads, num_tokens]
+    float32."""
+    return merging.merge_attention_states(outputs, lses)

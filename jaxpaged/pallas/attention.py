@@ -28,8 +28,9 @@ from jaxpaged.pallas.functions import function_refusal
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.plans import plan_decode, plan_prefill
 from jaxpaged.pallas.prefill import PrefillShape, prefill
+from jaxpaged.pallas.prefill_merge import merge_parts
 from jaxpaged.pallas.prefill_plan import PrefillPlan
-from jaxpaged.pallas.prefill_rows import merged_parts, row_requests, rows_of_tiles
+from jaxpaged.pallas.prefill_rows import row_requests, rows_of_tiles
 from jaxpaged.pallas.scores import LN2
 from jaxpaged.pallas.tuning import Gpu, gpu_of
 from jaxpaged.reference.attention import AttentionOptions
@@ -160,22 +161,14 @@ def _prefill_and_decode(
     short_lse: Any = None
     if shape is not None:
         short_lse = _decode(query, cache, batch, plan, options, shape, out, return_lse, interpret, workspace)
-    result = jax.freeze(out)
-    lse: Any = None
-    if return_lse and not tiles.in_parts:
-        lse = rows_of_tiles(prefill_plan, tile_lse, tiles, batch)[:, 0].T * LN2
-    prefilled: Any = None
     if tiles.in_parts:
-        prefilled, lse = merged_parts(prefill_plan, part_out, tile_lse, options.sinks, tiles, batch)
-        prefilled, lse = prefilled.astype(result.dtype), lse if return_lse else None
-    if shape is None:
-        return (result if prefilled is None else prefilled), lse
-    decoded = plan.requests[row_requests(batch, query.shape[0])[0], field.Q_LEN] >= 0
-    if prefilled is not None:
-        result = jnp.where(decoded[:, None, None], result, prefilled)
-    if return_lse:
+        parts = (prefill_plan, part_out, tile_lse, options.sinks, tiles, out, interpret)
+        tile_lse = merge_parts(*parts, return_lse=return_lse)
+    lse = rows_of_tiles(prefill_plan, tile_lse, tiles, batch).T * LN2 if return_lse else None
+    if return_lse and shape is not None:
+        decoded = plan.requests[row_requests(batch, query.shape[0])[0], field.Q_LEN] >= 0
         lse = jnp.where(decoded, short_lse.T * LN2, lse)
-    return result, lse
+    return jax.freeze(out), lse
 
 
 def _plan_decode(

@@ -54,9 +54,10 @@ class BatchDims:
         Args:
           request: [n] int32, below `num_reqs`.
         """
-        start = gather(refs.query_start_loc, request, interpret)
-        q_len = gather(refs.query_start_loc, request + 1, interpret) - start
-        return start, q_len, self._kv_len(gather(refs.seq_lens, request, interpret))
+        start, end = (gather(refs.query_start_loc, request + i, interpret) for i in range(2))
+        if refs.num_tokens is not None:  # no row may be written that there isn't, whatever the starts say
+            start, end = (jnp.minimum(x, refs.num_tokens[0]) for x in (start, end))
+        return start, end - start, self._kv_len(gather(refs.seq_lens, request, interpret))
 
     def len_of(self, refs: BatchRefs, request: Any) -> tuple[Any, Any, Any]:
         """`lens` of one request."""

@@ -150,8 +150,9 @@ class PrefillLists:
         """
         num_reqs, at_once = self.dims.num_reqs, self.requests_at_once
         there = self.dims.reqs_there(batch)
-        end = batch.query_start_loc[there]
         num_tokens = self.num_tokens if batch.num_tokens is None else batch.num_tokens[0]
+        end = batch.query_start_loc[there]
+        end = end if batch.num_tokens is None else jnp.minimum(end, num_tokens)
 
         def fill(i: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
             request = indices(at_once) + i * at_once
