@@ -11,6 +11,7 @@ from jaxpaged.attention import paged_attention
 from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_cut, decode_shapes
 from jaxpaged.bridge.dlpack import share_kv_cache, to_numpy, to_torch
 from jaxpaged.bridge.plan_calls import Plan
+from jaxpaged.bridge.prefill_shapes import prefill_shapes
 from jaxpaged.bridge.torch_cache import TorchCache, stored_dtype, swap_tensor_, write_kv_
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.pallas import decode_plan as field
@@ -146,6 +147,70 @@ def decode_on_cpu(
     out.copy_(to_torch(result))
     if lse is not None:
         lse.copy_(to_torch(lses).T)
+
+
+def plan_prefill_on_cpu(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    batch_invariant: bool,
+    *scores: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `prefill_plan_calls.plan_prefill_on_gpu`; the plan is the batch's lengths, and the workspace empty."""
+    prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, ScoreOptions(*scores))
+    plan = torch.cat([seq_lens.detach(), query_start_loc.detach()]).int()
+    return plan, torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def prefill_on_cpu(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    plan: torch.Tensor,
+    workspace: torch.Tensor,
+    slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    decode_slopes: torch.Tensor | None,
+    decode_sinks: torch.Tensor | None,
+    batch_invariant: bool,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    soft_cap: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """See `prefill_calls.prefill_on_gpu`."""
+    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
+    found = prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, scores)
+    table = np.ascontiguousarray(block_table.numpy())
+    lens, starts = plan.detach().numpy()[: len(table)], plan.detach().numpy()[len(table) :]
+    with _on_cpu():
+        arrays = [jax.numpy.asarray(x) for x in (table, lens, starts)]
+        result = paged_attention(
+            to_numpy(query.contiguous()),
+            share_kv_cache(key_cache, value_cache),
+            PagedBatch(*arrays, None, None),
+            scale=scale,
+            causal=causal,
+            window=found.options.window,
+            soft_cap=found.options.soft_cap,
+            alibi_slopes=None if slopes is None else _one_or_each(slopes.detach().numpy()),
+            sinks=None if sinks is None else sinks.detach().numpy(),
+            batch_invariant=batch_invariant,
+            return_lse=True,
+            implementation="reference",
+        )
+        jax.block_until_ready(result)
+    out.copy_(to_torch(result[0]))
+    if lse is not None:
+        lse.copy_(to_torch(result[1]))
 
 
 def _one_or_each(slopes: np.ndarray) -> np.ndarray:

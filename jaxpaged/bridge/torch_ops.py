@@ -14,12 +14,23 @@ from typing import Any
 import torch
 
 from jaxpaged.bridge.copy_calls import copy_on_gpu, swap_on_gpu
-from jaxpaged.bridge.cpu_calls import copy_on_cpu, decode_on_cpu, plan_on_cpu, swap_on_cpu, write_on_cpu
+from jaxpaged.bridge.cpu_calls import (
+    copy_on_cpu,
+    decode_on_cpu,
+    plan_on_cpu,
+    plan_prefill_on_cpu,
+    prefill_on_cpu,
+    swap_on_cpu,
+    write_on_cpu,
+)
 from jaxpaged.bridge.decode_calls import decode_on_gpu
 from jaxpaged.bridge.decode_shapes import ScoreOptions, plan_sizes
 from jaxpaged.bridge.launch import warn_once
 from jaxpaged.bridge.mosaic_abi import unavailable
 from jaxpaged.bridge.plan_calls import plan_on_gpu
+from jaxpaged.bridge.prefill_calls import prefill_on_gpu
+from jaxpaged.bridge.prefill_plan_calls import plan_prefill_on_gpu
+from jaxpaged.bridge.prefill_shapes import plan_numbers, prefill_shapes, prefill_workspace_bytes
 from jaxpaged.bridge.process import leave_memory_to_torch
 from jaxpaged.bridge.write_calls import write_on_gpu
 
@@ -42,6 +53,15 @@ _SCHEMAS = {
         f"Tensor(a!) workspace, Tensor? slopes, Tensor? sinks, int max_query_len, bool batch_invariant, {_SCORES}, "
         f"Tensor(b!) out, {_SCALES}, Tensor(c!)? lse=None) -> ()"
     ),
+    "plan_prefill": (
+        "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, "
+        f"Tensor query_start_loc, bool batch_invariant, {_SCORES}) -> (Tensor, Tensor)"
+    ),
+    "prefill": (
+        "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor query_start_loc, Tensor plan, "
+        "Tensor(a!) workspace, Tensor? slopes, Tensor? sinks, Tensor? decode_slopes, Tensor? decode_sinks, "
+        f"bool batch_invariant, {_SCORES}, Tensor(b!) out, Tensor(c!)? lse) -> ()"
+    ),
 }
 _ON_GPU: dict[str, Callable[..., Any]] = {
     "reshape_and_cache": write_on_gpu,
@@ -49,6 +69,8 @@ _ON_GPU: dict[str, Callable[..., Any]] = {
     "swap_blocks": swap_on_gpu,
     "plan_decode": plan_on_gpu,
     "decode": decode_on_gpu,
+    "plan_prefill": plan_prefill_on_gpu,
+    "prefill": prefill_on_gpu,
 }
 _ON_CPU: dict[str, Callable[..., Any]] = {
     "reshape_and_cache": write_on_cpu,
@@ -56,6 +78,8 @@ _ON_CPU: dict[str, Callable[..., Any]] = {
     "swap_blocks": swap_on_cpu,
     "plan_decode": plan_on_cpu,
     "decode": decode_on_cpu,
+    "plan_prefill": plan_prefill_on_cpu,
+    "prefill": prefill_on_cpu,
 }
 _fallbacks: dict[str, Callable[..., Any]] = {}
 serving: dict[str, Callable[..., Any]] = {}
@@ -116,6 +140,20 @@ def _fake_plan(
     return *integers, block_table.new_empty(workspace, dtype=torch.uint8)
 
 
+def _fake_prefill_plan(query: Any, key_cache: Any, value_cache: Any, block_table: Any, *others: Any) -> Any:
+    if block_table.device.type == "cpu":
+        numbers, workspace = 2 * block_table.shape[0] + 1, 0
+    else:
+        key_cache, value_cache = (x.new_empty([int(n) for n in x.shape]) for x in (key_cache, value_cache))
+        _, _, batch_invariant, *scores = others
+        found = prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, ScoreOptions(*scores))
+        numbers, workspace = plan_numbers(found.fields()), prefill_workspace_bytes(found, block_table, query)
+    return block_table.new_empty(numbers, dtype=torch.int32), block_table.new_empty(workspace, dtype=torch.uint8)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {"plan_decode": _fake_plan, "plan_prefill": _fake_prefill_plan}
+
+
 def _register() -> None:
     reason = unavailable() if torch.cuda.is_available() else None
     for name, schema in _SCHEMAS.items():
@@ -123,7 +161,7 @@ def _register() -> None:
         serving[name] = _ON_GPU[name] if reason is None else _fallback(name, reason)
         _library.impl(name, serving[name], "CUDA")
         _library.impl(name, _ON_CPU[name], "CPU")
-        fake = _fake_plan if name == "plan_decode" else lambda *args, **how: None
+        fake = _FAKES.get(name, lambda *args, **how: None)
         torch.library.register_fake(f"jaxpaged::{name}", fake, lib=_library)
 
 

@@ -77,7 +77,7 @@ def _quantized_refusal(query: Any, cache: KVCache, batch: PagedBatch, options: A
     most_rows = most_decoded_rows(cache)
     if query.shape[1] // cache.num_kv_heads > most_rows:
         return f"the kernels take 8-bit caches like this one with up to {most_rows} query heads a kv head"
-    if batch.max_query_len is None or batch.max_query_len > _decoded(query, cache, batch, batch_invariant=False):
+    if batch.max_query_len is None or batch.max_query_len > decoded_lens(query, cache, batch, batch_invariant=False):
         reason = chunk_refusal(options)
         if reason is not None:
             return f"the kernels don't take {reason}"
@@ -106,7 +106,7 @@ def paged_attention(
     gpu = gpu or gpu_of()
     planner: dict[str, Any] = {"by_kernel": plan_by_kernel, "interpret": interpret}
     num_tokens, num_heads, _ = query.shape
-    longest = _decoded(query, cache, batch, batch_invariant)
+    longest = decoded_lens(query, cache, batch, batch_invariant)
     all_decoded = batch.max_query_len is not None and batch.max_query_len <= longest
     if cache.quantized and not all_decoded:
         group = num_heads // cache.num_kv_heads
@@ -236,7 +236,7 @@ def _cascade(
     return result.astype(out_dtype), lse
 
 
-def _decoded(query: Any, cache: KVCache, batch: PagedBatch, batch_invariant: bool) -> int:
+def decoded_lens(query: Any, cache: KVCache, batch: PagedBatch, batch_invariant: bool) -> int:
     """Requests with up to so many new tokens are decoded; 0 where prefill takes all."""
     hint, group = batch.max_query_len, query.shape[1] // cache.num_kv_heads
     most_rows = most_decoded_rows(cache)

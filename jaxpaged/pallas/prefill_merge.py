@@ -136,9 +136,7 @@ def _merged(operands: _Operands, tile: _Tile) -> tuple[Any, Any, Any]:
     def add(part: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         peak, total, acc = state
         lse = plgpu.load(operands.part_lse.at[part, tile.head, rows], layout=BY_ROW, optimized=False)
-        o = plgpu.load(
-            operands.part_out.at[part, tile.head, rows, columns], layout=plgpu.Layout.WGMMA, optimized=False
-        )
+        o = plgpu.load(operands.part_out.at[part, tile.head, rows, columns], layout=plgpu.Layout.WGMMA, optimized=False)
         new = jnp.maximum(peak, lse)
         shift = jnp.where(new == -jnp.inf, 0.0, new)
         decay, weight = jnp.exp2(peak - shift), jnp.exp2(lse - shift)

@@ -58,6 +58,23 @@ def test_decode_is_what_engines_call(name: str) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", [name for name in DECODES if name != "batch invariant"])
+def test_prefill_is_what_engines_call(name: str) -> None:
+    given = DECODES[name]
+    query, key, value, table, lens, starts = inputs((3, 60, 9), given.get("padding", 0))
+    scores, options = given.get("scores", SCORES), given.get("expected", {})
+    plan = ops.plan_prefill(query, key, value, table, lens, starts, False, *scores)
+    slopes, sinks = options.get("alibi_slopes"), options.get("s_aux")
+    out, lse = torch.full_like(query, torch.nan), torch.full((8, len(query)), torch.nan)
+    by_head = (slopes if slopes is None else slopes.view(-1, 8), sinks, None, None)
+    ops.prefill(query, key, value, table, starts, *plan, *by_head, False, *scores, out, lse)
+    expected, expected_lse = functional.flash_attn_varlen_func(
+        query, key, value, starts, seqused_k=lens, causal=True, block_table=table, return_softmax_lse=True, **options
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
 def attended(query: Any, key: Any, value: Any, table: Any, lens: Any) -> Any:
     """Attention of one new token a request to float32 caches, and its lses."""
     outs, lses = [], []
@@ -159,6 +176,12 @@ def test_schemas_and_fakes_hold() -> None:
     check(ops.plan_decode.default, (query, key, value, table, lens, starts, 1, False, *SCORES))
     out = torch.empty_like(query)
     check(ops.decode.default, (query, key, value, table, *plan, *by_head, 1, False, *SCORES, out))
+    check(ops.plan_prefill.default, (query, key, value, table, lens, starts, False, *SCORES))
+    plan = ops.plan_prefill(query, key, value, table, lens, starts, False, *SCORES)
+    slopes, sinks, lse = torch.rand(1, 8), torch.rand(8), torch.empty(8, 3)
+    for given in (None, lse):
+        arguments = (query, key, value, table, starts, *plan, slopes, sinks, *by_head, False, *SCORES, out, given)
+        check(ops.prefill.default, arguments)
     caches, scales = [x.to(torch.int8) for x in (key, value)], (torch.tensor(0.3), torch.tensor(0.7))
     arguments = (query, *caches, table, lens, starts, 1, False, *SCORES, *scales)
     check(ops.plan_decode.default, arguments)

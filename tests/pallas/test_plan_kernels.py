@@ -341,7 +341,9 @@ def test_refusals_say_why() -> None:
 def test_a_program_with_room_for_more_plans_what_is_there(kernels: None, kind: str) -> None:
     """Three requests of 300 tokens, by a program for eight of 512: nothing is read past the third's."""
     how: dict[str, Any] = {"shortest": 1} | PREFILLS[kind]
-    options = {"num_heads": HEADS, "num_reqs": 8} | ({"causal": True, "window": None} | OPTIONS | how.pop("options", {}))
+    options = {"num_heads": HEADS, "num_reqs": 8} | (
+        {"causal": True, "window": None} | OPTIONS | how.pop("options", {})
+    )
     fits, room = dataclasses.replace(SMALL, num_reqs=3), dataclasses.replace(SMALL, num_reqs=8, num_tokens=512)
     more = {"num_tokens": 512, "num_heads": HEADS, "interpret": interpreter(), "options": make_options(**options)}
 

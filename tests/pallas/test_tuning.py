@@ -215,7 +215,7 @@ def shared_bytes(module: Any, shape: Any, names: tuple[str, ...] = ()) -> int:
 @given(calls(), gpus(), st.integers(1, attention.MOST_DECODED))
 def test_every_decode_fits(call, gpu, longest):
     group, most_rows = call.query.shape[1] // call.cache.num_kv_heads, config.most_decoded_rows(call.cache)
-    assert group * attention._decoded(call.query, call.cache, call.batch, call.batch_invariant) <= most_rows
+    assert group * attention.decoded_lens(call.query, call.cache, call.batch, call.batch_invariant) <= most_rows
     longest = min(longest, most_rows // group)
     assume(longest > 0)
     given = (call.query, call.cache, call.batch, call.query.dtype, call.batch_invariant, longest)
