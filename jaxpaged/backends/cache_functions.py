@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
-from jaxpaged.backends.checks import check_tensors
+from jaxpaged.backends.checks import check_tensors, on_gpu
+from jaxpaged.backends.gpu_cache import write_on_gpu
+from jaxpaged.bridge import torch_ops  # noqa: F401  registers the operators
 from jaxpaged.bridge.torch_cache import CACHE_DTYPE_NAMES, TorchCache, stored_dtype, valid_pairs, write_kv_
 from jaxpaged.metadata.checks import check_shape
 from jaxpaged.metadata.layout import KVLayout
@@ -30,16 +32,20 @@ def reshape_and_cache_flash(
         may differ in size. There may be more tokens than slots: the first ones are written.
       key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size], of any strides.
       slot_mapping: [num_slots] int32 or int64, `block * block_size + offset`. Negative slots and slots past the cache
-        are skipped; of tokens with one slot the last is kept.
+        are skipped; of tokens with one slot the last is kept, and on a GPU any, or a mixture.
       kv_cache_dtype: "auto" for a cache of the dtype of `key`, or float32, which takes no scales; "fp8" (e4m3),
         "fp8_e4m3" or "fp8_e5m2" for a cache of that dtype or of uint8; "int8".
       k_scale, v_scale: what keys and values are divided by to be stored in 8 bits: numbers, or float32 tensors of one
         element or [num_kv_heads]; of [num_blocks, block_size, num_kv_heads] to be renewed for the tokens written.
 
     Raises:
-      NotImplementedError: tensors that are not on the CPU.
+      NotImplementedError: on a GPU, what the kernel doesn't take.
       TypeError, ValueError: an argument doesn't fit; nothing has been written.
     """
+    tensors = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
+    if on_gpu(**tensors, slot_mapping=slot_mapping):
+        write_on_gpu(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+        return
     _write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, KVLayout.of("NHD"))
 
 
@@ -58,7 +64,16 @@ def reshape_and_cache(
     Args:
       key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x].
       value_cache: [num_blocks, num_kv_heads, head_size, block_size].
+
+    Raises:
+      NotImplementedError: tensors of a GPU: no kernel takes such a cache.
+      TypeError, ValueError: an argument doesn't fit; nothing has been written.
     """
+    if on_gpu(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping):
+        raise NotImplementedError(
+            "key_cache: on a GPU, expected a cache [num_blocks, block_size, num_kv_heads, head_size] and "
+            "reshape_and_cache_flash: no kernel takes heads whose elements lie apart"
+        )
     _write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, KVLayout.of("VLLM_V0"))
 
 
@@ -74,11 +89,14 @@ def copy_blocks(
         one counts.
 
     Raises:
-      NotImplementedError: tensors that are not on the CPU.
+      NotImplementedError: on a GPU, blocks that are no multiple of 16 bytes.
       TypeError, ValueError: an argument doesn't fit; nothing has been written.
     """
     caches = {f"{name}[{i}]": cache for name, layers in (("key_caches", key_caches), ("value_caches", value_caches))
               for i, cache in enumerate(layers)}  # fmt: skip
+    if on_gpu(block_mapping=block_mapping, **caches):
+        torch.ops.jaxpaged.copy_blocks(list(key_caches), list(value_caches), block_mapping)
+        return
     check_tensors(block_mapping=block_mapping, **caches)
     if len(key_caches) != len(value_caches):
         raise ValueError(f"value_caches: expected {len(key_caches)} layers, as in key_caches, got {len(value_caches)}")
@@ -94,8 +112,14 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tenso
 
     Args:
       src, dst: [num_blocks, ...] of one dtype, of any strides; all but the first axis have the same sizes.
-      block_mapping: [n, 2] int32 or int64 pairs of a block of `src` and one of `dst`, as in `copy_blocks`.
+      block_mapping: [n, 2] int32 or int64 pairs of a block of `src` and one of `dst`, as in `copy_blocks`; on the CPU
+        or where a cache is. One of both caches may be on a GPU and the other on the CPU: then PyTorch copies.
     """
+    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in (src, dst)):
+        if src.device == dst.device:
+            block_mapping = block_mapping.to(src.device, non_blocking=True)
+        torch.ops.jaxpaged.swap_blocks(src, dst, block_mapping)
+        return
     check_tensors(src=src, dst=dst, block_mapping=block_mapping)
     _check_blocks("src", src)
     check_shape("dst", dst.shape, ("num_blocks", *src.shape[1:]))

@@ -11,6 +11,22 @@ from jaxpaged.bridge.torch_cache import ACTIVATION_DTYPES, check_ints
 from jaxpaged.metadata.checks import INT32_MAX, check_shape, shape_text
 
 
+def on_gpu(**tensors: Any) -> bool:
+    """Whether the arguments lie on a GPU: then all that aren't None must, without a gradient to keep track of."""
+    device = next((x.device for x in tensors.values() if isinstance(x, torch.Tensor) and x.is_cuda), None)
+    if device is None:
+        return False
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.device != device:
+            raise ValueError(f"{name}: expected a tensor on {device}, as others are, got one on {x.device}")
+        refuse_grad(x, name)
+    return True
+
+
 def check_tensors(**tensors: Any) -> None:
     """Raise unless every argument that isn't None is a tensor on the CPU without a gradient to keep track of."""
     for name, x in tensors.items():
@@ -20,8 +36,8 @@ def check_tensors(**tensors: Any) -> None:
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if x.device.type != "cpu":
             raise NotImplementedError(
-                f"{name}: expected a tensor on the CPU, got one on {x.device}: GPU kernels will come "
-                f"through this function, but have not yet"
+                f"{name}: expected a tensor on the CPU, got one on {x.device}; on a GPU, the functions of "
+                f"jaxpaged.backends.functional take tensors, and others don't yet"
             )
         refuse_grad(x, name)
 

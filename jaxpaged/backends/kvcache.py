@@ -14,7 +14,9 @@ from jaxpaged.backends.arguments import (
     refuse_descale,
 )
 from jaxpaged.backends.cache_place import CachePlace
-from jaxpaged.backends.checks import check_activation, check_out, check_tensors
+from jaxpaged.backends.checks import check_activation, check_out, check_tensors, on_gpu
+from jaxpaged.backends.gpu_attention import check_descale, given_plan
+from jaxpaged.backends.gpu_kvcache import GpuCache, attend_with_new
 from jaxpaged.backends.padded_calls import paged_call
 from jaxpaged.backends.rotary import Rotary
 from jaxpaged.bridge.cache_views import cache_view
@@ -53,7 +55,8 @@ def flash_attn_with_kvcache(
     """Attention of the same number of queries of every request to a cache, paged or not.
 
     With `k` and `v` the new tokens are put into the cache first, in place, after the `cache_seqlens` tokens of each
-    request. Caches and block tables are never copied; `q`, `k` and `v` may be.
+    request. Caches and block tables are never copied; `q`, `k` and `v` may be. On a GPU it is as with
+    `flash_attn_varlen_func`; a cache that is not paged needs rows of a multiple of 8 tokens there.
 
     Args:
       q: [batch, seqlen_q, num_heads, head_size] float32, bfloat16 or float16.
@@ -73,23 +76,28 @@ def flash_attn_with_kvcache(
       out: [batch, seqlen_q, num_heads, v_head_size] in the dtype of `q`, written in place and returned.
       k_descale, v_descale: factors of an 8-bit cache, by which new tokens are divided: see `flash_attn_varlen_func`.
       softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux: see `flash_attn_varlen_func`.
-      num_splits, scheduler_metadata, fa_version: accepted and not looked at: they steer the speed of other
-        implementations.
+      scheduler_metadata: on a GPU what `plan_attention` returned for the step and this block table, with lengths that
+        have the new tokens in them, or None to plan within the call.
+      num_splits, fa_version, and on the CPU scheduler_metadata: accepted and not looked at: they steer the speed of
+        other implementations.
 
     Returns:
       The output [batch, seqlen_q, num_heads, v_head_size]; with `return_softmax_lse` a pair of it and the lse [batch,
       num_heads, seqlen_q] float32.
 
     Raises:
-      NotImplementedError: `q_descale`, or tensors that are not on the CPU.
+      NotImplementedError: `q_descale`, or on a GPU `cache_leftpad` or what the kernels don't take.
       TypeError, ValueError: an argument doesn't fit; the message names it, and nothing has been written.
     """
     refuse_descale(q_descale)
-    check_tensors(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        alibi_slopes=alibi_slopes, s_aux=s_aux, out=out,
-    )  # fmt: skip
+    tensors = {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
+        "block_table": block_table, "alibi_slopes": alibi_slopes, "s_aux": s_aux, "out": out,
+    }  # fmt: skip
+    gpu = on_gpu(**tensors, cache_seqlens=None if isinstance(cache_seqlens, int) else cache_seqlens)
+    if not gpu:
+        check_tensors(**tensors)
     check_activation("q", q, ("batch", "seqlen_q", "num_heads", "head_size"))
     batch, seqlen_q, num_heads, _ = q.shape
     options = attention_options(
@@ -98,13 +106,23 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     check_caches(q, k_cache, v_cache, ("k_cache", "v_cache"))
     check_out(out, (*q.shape[:3], v_cache.shape[-1]), q.dtype)
+    rotary = Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1])
+    if gpu:
+        if cache_leftpad is not None:
+            raise NotImplementedError("cache_leftpad: not supported on a GPU, expected None")
+        for name, descale, x in (("k_descale", k_descale, k_cache), ("v_descale", v_descale, v_cache)):
+            check_descale(name, descale, x)
+        given = (cache_seqlens, block_table, cache_batch_idx)
+        gpu_cache = GpuCache.of(k_cache, v_cache, batch, *given, lens_needed=k is not None)
+        how = (given_plan(scheduler_metadata), options, out, return_softmax_lse)
+        result, lse = attend_with_new(q, (k, v), gpu_cache, rotary, *how)
+        return result if lse is None else (result, lse)
     k_scale, v_scale = (
         cache_scale(name, descale, k_cache, batch)
         for name, descale in (("k_descale", k_descale), ("v_descale", v_descale))
     )
     place = CachePlace.of(k_cache, batch, block_table, cache_batch_idx, cache_leftpad)
     lens = place.cached_lens(cache_seqlens, required=k is not None)
-    rotary = Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, q.shape[-1])
     cache = TorchCache.of(k_cache, v_cache, k_scale=k_scale, v_scale=v_scale)
     new = _new_tokens(q, k, v, rotary, cache, place, lens)
     if rotary is not None:

@@ -2,8 +2,9 @@
 
 import torch
 
-from jaxpaged.backends.checks import check_activation, check_out, check_tensors
+from jaxpaged.backends.checks import check_activation, check_out, check_tensors, on_gpu
 from jaxpaged.backends.padded_calls import merge_call
+from jaxpaged.bridge.merge_calls import merge_on_gpu
 
 
 def merge_attn_states(
@@ -23,19 +24,25 @@ def merge_attn_states(
       output_lse: [num_heads, num_tokens] float32, written.
 
     Raises:
-      NotImplementedError: tensors that are not on the CPU.
+      NotImplementedError: on a GPU, what the kernel doesn't take.
       TypeError, ValueError: an argument doesn't fit; nothing has been written.
     """
-    check_tensors(
-        output=output, prefix_output=prefix_output, prefix_lse=prefix_lse, suffix_output=suffix_output,
-        suffix_lse=suffix_lse, output_lse=output_lse,
-    )  # fmt: skip
+    tensors = {
+        "output": output, "prefix_output": prefix_output, "prefix_lse": prefix_lse, "suffix_output": suffix_output,
+        "suffix_lse": suffix_lse, "output_lse": output_lse,
+    }  # fmt: skip
+    gpu = on_gpu(**tensors)
+    if not gpu:
+        check_tensors(**tensors)
     check_activation("prefix_output", prefix_output, ("num_tokens", "num_heads", "v_head_size"))
     shape, dtype = tuple(prefix_output.shape), prefix_output.dtype
     check_activation("suffix_output", suffix_output, shape, dtype)
     check_out(output, shape, dtype, name="output")
     for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse), ("output_lse", output_lse)):
         check_out(lse, (shape[1], shape[0]), torch.float32, name=name)
+    if gpu:
+        merge_on_gpu([prefix_output, suffix_output], [prefix_lse, suffix_lse], output, output_lse)
+        return
     merged, merged_lse = merge_call([prefix_output, suffix_output], [prefix_lse, suffix_lse])
     output.copy_(merged)
     if output_lse is not None and merged_lse is not None:

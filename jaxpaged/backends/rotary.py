@@ -37,20 +37,20 @@ class Rotary:
             raise ValueError(f"rotary_cos: it rotates {2 * cos.shape[1]} elements of a head, which has {head_size}")
         return cls(cos, sin, bool(interleaved))
 
-    def rotate(self, x: torch.Tensor, first: np.ndarray, *, steps: bool) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, first: np.ndarray | torch.Tensor, *, steps: bool) -> torch.Tensor:
         """`x` rotated by its positions (Su et al., RoFormer, 2021), in float32, as a new tensor of its dtype.
 
         Args:
           x: [batch, tokens, heads, head_size]; elements of a head past `rotary_dim` stay as they are.
-          first: [batch] int32, the position of each request's first token.
+          first: [batch] int32, the position of each request's first token. Of a tensor on a GPU, values aren't read: a
+            position that the tables lack is PyTorch's error of an index there.
           steps: the tokens follow each other; else all of them sit at the first position.
         """
-        positions = first[:, None].astype(np.int64) + (np.arange(x.shape[1]) if steps else np.zeros(x.shape[1], int))
-        if positions.size and positions.max() >= self.cos.shape[0]:
-            raise ValueError(
-                f"rotary_cos: it has {self.cos.shape[0]} positions, expected at least {positions.max() + 1}"
-            )
-        at = torch.from_numpy(positions)
+        at = torch.as_tensor(first, dtype=torch.int64)[:, None].expand(-1, x.shape[1])
+        if steps:
+            at = at + torch.arange(x.shape[1], device=at.device)
+        if at.device.type == "cpu" and at.numel() and int(at.max()) >= self.cos.shape[0]:
+            raise ValueError(f"rotary_cos: it has {self.cos.shape[0]} positions, expected at least {int(at.max()) + 1}")
         c, s = (table[at].float().unsqueeze(2) for table in (self.cos, self.sin))
         rotary_dim = 2 * self.cos.shape[1]
         turned = x[..., :rotary_dim].float()

@@ -22,7 +22,10 @@ from jaxpaged.backends.checks import (
     check_tensors,
     cumulative,
     lengths,
+    on_gpu,
 )
+from jaxpaged.backends.gpu_attention import attend, check_descale, given_plan
+from jaxpaged.backends.gpu_plan import AttentionPlan
 from jaxpaged.backends.padded_calls import Options, State, paged_call, ragged_call
 from jaxpaged.bridge.cache_views import cache_view
 
@@ -62,6 +65,11 @@ def flash_attn_varlen_func(
     `k` and `v` where there is no block table, are copied if they are not contiguous or fit no compiled program; caches
     and block tables never are.
 
+    On a GPU the kernels are launched on the current stream, and can be captured in a CUDA graph after a call with such
+    shapes. No value is read on the host, so lengths that don't fit the tensors aren't noticed. `out` is written
+    directly. `block_table` is needed, `q` and caches are of one dtype, float16 or bfloat16, and descales that are
+    tensors are taken for 1.
+
     Args:
       q: [total_q, num_heads, head_size] float32, bfloat16 or float16.
       k, v: [total_k, num_kv_heads, head_size] in the dtype of `q`; with `block_table` the caches [num_blocks,
@@ -81,31 +89,38 @@ def flash_attn_varlen_func(
       k_descale, v_descale: factors of an 8-bit cache: numbers, or float32 tensors of one element, [num_kv_heads],
         [batch, num_kv_heads] with equal rows, or [num_blocks, block_size, num_kv_heads].
       s_aux: [num_heads], sinks: logits that take part in the softmax's denominator alone, and not in the lse.
-      max_seqlen_q, max_seqlen_k, deterministic, scheduler_metadata, num_splits, fa_version: accepted and not looked at:
-        they steer the speed of other implementations. Results here are deterministic always.
+      max_seqlen_q: on a GPU, no request has more queries; None when unknown. With up to 8, decode takes all requests.
+      scheduler_metadata: on a GPU what `plan_attention` returned for the step, or None to plan within the call.
+      max_seqlen_k, deterministic, num_splits, fa_version, and on the CPU the two above: accepted and not looked at.
+        They steer the speed of other implementations. Results here are deterministic always.
 
     Returns:
       The output [total_q, num_heads, v_head_size]; with `return_softmax_lse` a pair of it and the lse [num_heads,
       total_q] float32.
 
     Raises:
-      NotImplementedError: dropout, `return_attn_probs`, `q_descale`, or tensors that are not on the CPU.
+      NotImplementedError: dropout, `return_attn_probs`, `q_descale`, or on a GPU what the kernels don't take.
       TypeError, ValueError: an argument doesn't fit; the message names it, and `out` is untouched.
     """
     _check_order(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     refuse(dropout_p=dropout_p, return_attn_probs=return_attn_probs)
     refuse_descale(q_descale)
-    check_tensors(
-        q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        block_table=block_table, alibi_slopes=alibi_slopes, s_aux=s_aux, out=out,
-    )  # fmt: skip
-    check_activation("q", q, ("total_q", "num_heads", "head_size"))
+    tensors = {
+        "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
+        "block_table": block_table, "alibi_slopes": alibi_slopes, "s_aux": s_aux, "out": out,
+    }  # fmt: skip
+    scores: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "s_aux": s_aux,
+    }  # fmt: skip
+    if on_gpu(**tensors):
+        options = _shapes(q, cu_seqlens_q, scores)
+        plan = _gpu_plan(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, block_table, scheduler_metadata)
+        return _on_gpu(q, k, v, plan, options, (k_descale, v_descale), out, return_softmax_lse)
+    check_tensors(**tensors)
+    options = _shapes(q, cu_seqlens_q, scores)
     starts = cumulative("cu_seqlens_q", cu_seqlens_q, None, q.shape[0])
     num_reqs = len(starts) - 1
-    options = attention_options(
-        q, num_reqs, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, s_aux=s_aux,
-    )  # fmt: skip
     used = None if seqused_k is None else lengths("seqused_k", seqused_k, num_reqs)
     check_out(out, (*q.shape[:2], *v.shape[-1:]), q.dtype)
     if block_table is None:
@@ -116,6 +131,57 @@ def flash_attn_varlen_func(
         descales = (k_descale, v_descale)
         result = _paged(q, k, v, starts, cu_seqlens_k, used, block_table, descales, options, return_softmax_lse)
     return finished(*result, out)
+
+
+def _shapes(q: torch.Tensor, cu_seqlens_q: torch.Tensor, scores: dict[str, Any]) -> Options:
+    """The options of a call whose queries, starts and values per head have the right shapes."""
+    check_activation("q", q, ("total_q", "num_heads", "head_size"))
+    check_int_tensor("cu_seqlens_q", cu_seqlens_q, ("batch + 1",))
+    return attention_options(q, cu_seqlens_q.shape[0] - 1, **scores)
+
+
+def _gpu_plan(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    block_table: torch.Tensor | None,
+    scheduler_metadata: Any,
+) -> AttentionPlan:
+    """The step's plan, or one for this call alone."""
+    if block_table is None:
+        raise NotImplementedError(
+            "block_table: on a GPU, packed keys and values without one are not supported; write them to a cache with "
+            "reshape_and_cache_flash and give its block table"
+        )
+    plan = given_plan(scheduler_metadata)
+    if plan is not None:
+        plan.check(block_table=block_table, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q)
+        return plan
+    if seqused_k is None:
+        if cu_seqlens_k is None:
+            raise ValueError("seqused_k: with block_table, expected it or cu_seqlens_k, got neither")
+        check_int_tensor("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
+        seqused_k = cu_seqlens_k.diff()
+    return AttentionPlan(block_table, seqused_k, cu_seqlens_q, max_seqlen_q, batch_invariant=False)
+
+
+def _on_gpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    options: Options,
+    descales: tuple[Any, Any],
+    out: torch.Tensor | None,
+    return_lse: bool,
+) -> Result:
+    check_caches(q, k, v, ("k", "v"))
+    for name, descale, cache in zip(("k_descale", "v_descale"), descales, (k, v), strict=True):
+        check_descale(name, descale, cache)
+    check_out(out, (*q.shape[:2], *v.shape[-1:]), q.dtype)
+    result, lse = attend(q, k, v, plan, options, out, return_lse)
+    return result if lse is None else (result, lse)
 
 
 def _paged(

@@ -192,11 +192,10 @@ def prefill_on_cpu(
     table = np.ascontiguousarray(block_table.numpy())
     lens, starts = plan.detach().numpy()[: len(table)], plan.detach().numpy()[len(table) :]
     with _on_cpu():
-        arrays = [jax.numpy.asarray(x) for x in (table, lens, starts)]
         result = paged_attention(
             to_numpy(query.contiguous()),
             share_kv_cache(key_cache, value_cache),
-            PagedBatch(*arrays, None, None),
+            PagedBatch(jax.numpy.asarray(table), jax.numpy.asarray(lens), jax.numpy.asarray(starts), None, None),
             scale=scale,
             causal=causal,
             window=found.options.window,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.attention import kernels_refuse, paged_attention
+from jaxpaged.attention import kernels_refuse, make_options, paged_attention
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.testing import backend_doors
@@ -118,7 +118,7 @@ def _torch_refuses(case: Case) -> str | None:
     return None
 
 
-def _torch_arguments(inputs: Inputs) -> tuple[dict[str, Any], Any, Any]:
+def _torch_arguments(inputs: Inputs, device: str) -> tuple[dict[str, Any], Any, Any]:
     """Keyword arguments that both functions share, and the key and value caches as views of the case's buffers."""
     import torch
 
@@ -131,16 +131,16 @@ def _torch_arguments(inputs: Inputs) -> tuple[dict[str, Any], Any, Any]:
         "softmax_scale": options.pop("scale", None),
         "window_size": tuple(-1 if side is None else side for side in window),
         "softcap": options.pop("soft_cap", None) or 0.0,
-        "block_table": torch.from_numpy(inputs.block_table),
+        "block_table": torch.from_numpy(inputs.block_table).to(device),
         "return_softmax_lse": True,
     }
     for ours, theirs in (("alibi_slopes", "alibi_slopes"), ("sinks", "s_aux")):
         if ours in options:
-            kwargs[theirs] = torch.from_numpy(options[ours])
+            kwargs[theirs] = torch.from_numpy(options[ours]).to(device)
     for name, scale in (("k_descale", inputs.k_scale), ("v_descale", inputs.v_scale)):
         if scale is not None:
-            kwargs[name] = torch.from_numpy(scale).clone()
-    buffers = [None if b is None else to_torch(aligned(b)) for b in (inputs.key_buffer, inputs.value_buffer)]
+            kwargs[name] = torch.from_numpy(scale).clone().to(device)
+    buffers = [None if b is None else to_torch(aligned(b)).to(device) for b in (inputs.key_buffer, inputs.value_buffer)]
     key, value = buffers
     assert key is not None
     if value is None:
@@ -153,39 +153,106 @@ def _torch_arguments(inputs: Inputs) -> tuple[dict[str, Any], Any, Any]:
 
 
 def _from_torch(out: Any, lse: Any) -> Result:
-    return out.double().numpy(), lse.double().numpy()
+    return out.double().cpu().numpy(), lse.double().cpu().numpy()
 
 
-def _run_torch_varlen(inputs: Inputs) -> Result:
+def _run_torch_varlen(inputs: Inputs, device: str = "cpu") -> Result:
     import torch
 
     from jaxpaged.backends.functional import flash_attn_varlen_func
     from jaxpaged.bridge.dlpack import to_torch
 
-    kwargs, key, value = _torch_arguments(inputs)
+    kwargs, key, value = _torch_arguments(inputs, device)
     out, lse = flash_attn_varlen_func(
-        to_torch(inputs.query),
+        to_torch(inputs.query).to(device),
         key,
         value,
-        cu_seqlens_q=torch.from_numpy(inputs.query_start_loc),
-        seqused_k=torch.from_numpy(inputs.seq_lens),
+        cu_seqlens_q=torch.from_numpy(inputs.query_start_loc).to(device),
+        seqused_k=torch.from_numpy(inputs.seq_lens).to(device),
         **kwargs,
     )
     return _from_torch(out, lse)
 
 
-def _run_torch_kvcache(inputs: Inputs) -> Result:
+def _run_torch_kvcache(inputs: Inputs, device: str = "cpu") -> Result:
     import torch
 
     from jaxpaged.backends.functional import flash_attn_with_kvcache
     from jaxpaged.bridge.dlpack import to_torch
 
-    kwargs, key, value = _torch_arguments(inputs)
+    kwargs, key, value = _torch_arguments(inputs, device)
     case = inputs.case
     batch = len(case.query_lens)
-    query = to_torch(inputs.query).view(batch, -1, case.num_heads, case.head_size)
-    out, lse = flash_attn_with_kvcache(query, key, value, cache_seqlens=torch.from_numpy(inputs.seq_lens), **kwargs)
+    query = to_torch(inputs.query).to(device).view(batch, -1, case.num_heads, case.head_size)
+    lens = torch.from_numpy(inputs.seq_lens).to(device)
+    out, lse = flash_attn_with_kvcache(query, key, value, cache_seqlens=lens, **kwargs)
     return _from_torch(out.flatten(0, 1), lse.transpose(0, 1).flatten(1))
+
+
+def _run_torch_without_lse(inputs: Inputs, device: str = "cpu") -> Result:
+    """The same by a plan of the step's, with the longest number of new tokens known: decode takes what it can."""
+    import torch
+
+    from jaxpaged.backends.functional import flash_attn_varlen_func, plan_attention
+    from jaxpaged.bridge.dlpack import to_torch
+
+    kwargs, key, value = _torch_arguments(inputs, device)
+    query = to_torch(inputs.query).to(device)
+    starts, lens = (torch.from_numpy(x).to(device) for x in (inputs.query_start_loc, inputs.seq_lens))
+    batch: dict[str, Any] = {
+        "seqused_k": lens,
+        "cu_seqlens_q": starts,
+        "max_seqlen_q": max(inputs.case.query_lens, default=0),
+    }
+    plan = plan_attention(kwargs["block_table"], **batch)
+    out = query.new_full((*query.shape[:2], value.shape[-1]), torch.nan)
+    kwargs |= {"return_softmax_lse": False, "scheduler_metadata": plan, "out": out}
+    for _ in range(2):  # as two layers do
+        result = flash_attn_varlen_func(query, key, value, **batch, **kwargs)
+    assert result is out
+    return out.double().cpu().numpy(), None
+
+
+def no_hopper() -> str | None:
+    """Why PyTorch can't run the kernels on this machine."""
+    if importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed"
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return "PyTorch has no Hopper GPU here"
+    return None
+
+
+def on_gpu_refuses(case: Case) -> str | None:
+    """Why the functions for PyTorch don't take a case on a GPU, whatever this machine has."""
+    reason = _torch_refuses(case)
+    if reason is not None:
+        return reason
+    if case.cache_dtype is not None and case.cache_dtype != case.dtype:
+        return "on a GPU the functions take caches of the query's dtype"
+    options = build(case).options
+    if not options.get("causal", True) and "alibi_slopes" in options:
+        return "on a GPU the functions take slopes with causal=True alone"
+    return _shapes_refused(case)
+
+
+def _shapes_refused(case: Case) -> str | None:
+    """Why the kernels don't take a case, wherever they run."""
+    from jaxpaged.pallas.attention import refusal
+
+    inputs = build(case)
+    batch = PagedBatch.create(inputs.block_table, inputs.seq_lens, inputs.query_start_loc)
+    cache, query = _cache(inputs, as_bits=False), jnp.asarray(inputs.query)
+    defaults = dict.fromkeys(("window", "soft_cap", "alibi_slopes", "sinks", "mask_mod", "score_mod"))
+    given = {"scale": cache.head_size**-0.5, "causal": True, **defaults, **inputs.options}
+    options = make_options(num_heads=case.num_heads, num_reqs=batch.num_reqs, **given)
+    reason = refusal(query, cache, batch, options, query.dtype)
+    return None if reason == "there is nothing to compute" else reason
+
+
+def _cuda_refuses(refuses: Callable[[Case], str | None], case: Case) -> str | None:
+    return no_hopper() or refuses(case) or on_gpu_refuses(case)
 
 
 def _kvcache_refuses(case: Case) -> str | None:
@@ -203,6 +270,16 @@ DOORS = {
     "torch-varlen": Door(_run_torch_varlen, _torch_refuses),
     "torch-kvcache": Door(_run_torch_kvcache, _kvcache_refuses),
     **{
+        f"{name}-cuda": Door(
+            functools.partial(run, device="cuda"), functools.partial(_cuda_refuses, refuses), _in_half, 1.5
+        )
+        for name, run, refuses in (
+            ("torch-varlen", _run_torch_varlen, _torch_refuses),
+            ("torch-planned", _run_torch_without_lse, _torch_refuses),
+            ("torch-kvcache", _run_torch_kvcache, _kvcache_refuses),
+        )
+    },
+    **{
         name: Door(run, refuses, backend_doors.one_tensor)
         for name, run, refuses in (
             ("backend-flash", backend_doors.run_flash, backend_doors.flash_refuses),
@@ -212,4 +289,5 @@ DOORS = {
     },
 }
 """By name: `paged_attention` by the reference, called eagerly, and with everything traced under `jit` and float8 kept
-as uint8; by the GPU kernels, likewise; the two functions for PyTorch's tensors; and the classes for PyTorch engines."""
+as uint8; by the GPU kernels, likewise; the two functions for PyTorch's tensors, on the CPU, on a GPU, and there by a
+step's plan; and the classes for PyTorch engines."""

@@ -1,0 +1,142 @@
+"""The attention functions on a GPU: the arguments of FlashAttention's turned into those of the operators.
+
+Nothing here reads what a tensor holds: the host never waits for the device.
+"""
+
+from typing import Any
+
+import torch
+
+from jaxpaged.backends.gpu_plan import AttentionPlan
+from jaxpaged.backends.padded_calls import Options
+from jaxpaged.bridge.decode_shapes import ScoreOptions
+from jaxpaged.bridge.head_values import by_column_once, compact
+
+State = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: AttentionPlan,
+    options: Options,
+    out: torch.Tensor | None,
+    return_lse: bool,
+) -> State:
+    """Attention of packed queries to a paged cache by the plan of its step.
+
+    Args:
+      q: [num_tokens, num_heads, head_size], copied if the heads of a token don't lie side by side.
+      out: written in place where there is one.
+
+    Returns:
+      The output [num_tokens, num_heads, v_head_size], `out` itself where there is one, and the lse [num_heads,
+      num_tokens] or None.
+
+    Raises:
+      NotImplementedError: the kernels don't take such tensors or options.
+    """
+    q = q.detach()
+    if not (q.stride(2) == 1 and q.stride(1) == q.shape[2] and q.stride(0) % q.shape[2] == 0):
+        q = q.contiguous()
+    sizes = (*q.shape[:2], v_cache.shape[-1])
+    result = out if out is not None and out.is_contiguous() else q.new_empty(sizes)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
+    if _is_empty(q, k_cache, plan):
+        result.zero_()
+        lse = None if lse is None else lse.fill_(-torch.inf)
+    else:
+        _launch(q, k_cache, v_cache, plan, options, result, lse)
+    if out is not None and result is not out:
+        out.copy_(result)
+    return result if out is None else out, lse
+
+
+def make_plan(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: AttentionPlan,
+    options: Options,
+    return_lse: bool,
+) -> None:
+    """Plan what `attend` will look up, and so find out whether the kernels take such a call before a cache is written.
+
+    Raises:
+      NotImplementedError: they don't.
+    """
+    _refuse_options(options)
+    if not _is_empty(q, k_cache, plan):
+        _planned(q, k_cache, v_cache, plan, _scores(options), return_lse)
+
+
+def _planned(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: AttentionPlan, scores: ScoreOptions, lse: bool
+) -> tuple[int | None, Any]:
+    """The plan of decode and its number of new tokens a request, or None and the plan of prefill, which gives lses."""
+    length = None if lse else plan.decoded_len(q, k_cache, v_cache)
+    if length is None:
+        return None, plan.prefill(q, k_cache, v_cache, scores)
+    return length, plan.decode(q, k_cache, v_cache, length, scores)
+
+
+def _scores(options: Options) -> ScoreOptions:
+    left, right = (-1 if side is None else side for side in options.window)
+    return ScoreOptions(options.scale, options.causal, left, right, options.soft_cap or 0.0)
+
+
+def _refuse_options(options: Options) -> None:
+    if options.alibi_slopes is not None and not options.causal:
+        raise NotImplementedError("alibi_slopes: on a GPU they need causal=True")
+
+
+def _is_empty(q: torch.Tensor, k_cache: torch.Tensor, plan: AttentionPlan) -> bool:
+    return 0 in (q.shape[0], *plan.block_table.shape, k_cache.shape[0])
+
+
+def _launch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: AttentionPlan,
+    options: Options,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    _refuse_options(options)
+    scores = _scores(options)
+    length, planned = _planned(q, k_cache, v_cache, plan, scores, lse is not None)
+    slopes, sinks = options.alibi_slopes, options.sinks
+    how: dict[str, Any] = {"num_kv_heads": k_cache.shape[2], "max_query_len": length or 1}
+    decode_slopes = by_column_once(slopes, name="alibi_slopes", **how)
+    decode_sinks = by_column_once(sinks, name="s_aux", **how)
+    tensors = (q, k_cache, v_cache)
+    if length is not None:
+        given = (*planned, decode_slopes, decode_sinks, length)
+        torch.ops.jaxpaged.decode(*tensors, plan.block_table, *given, plan.batch_invariant, *scores, out)
+        return
+    slopes, sinks = compact(slopes), compact(sinks)
+    if slopes is not None and slopes.ndim == 1:
+        slopes = slopes.unsqueeze(0)
+    given = (plan.query_start_loc, *planned, slopes, sinks, decode_slopes, decode_sinks, plan.batch_invariant)
+    torch.ops.jaxpaged.prefill(*tensors, plan.block_table, *given, *scores, out, lse)
+
+
+def check_descale(name: str, descale: Any, cache: torch.Tensor) -> None:
+    """Raise for a factor of a cache that has none.
+
+    What a tensor holds isn't read: engines give one that is 1 for caches of no 8-bit dtype.
+    """
+    if isinstance(descale, int | float) and descale != 1 and cache.dtype.itemsize > 1:
+        raise ValueError(f"{name}: it belongs to 8-bit caches, expected None or 1 for a cache of {cache.dtype}")
+
+
+def given_plan(scheduler_metadata: Any) -> AttentionPlan | None:
+    """The plan that a layer was given."""
+    if scheduler_metadata is not None and not isinstance(scheduler_metadata, AttentionPlan):
+        raise TypeError(
+            f"scheduler_metadata: on a GPU, expected None or what plan_attention returns, "
+            f"got {type(scheduler_metadata).__name__}"
+        )
+    return scheduler_metadata

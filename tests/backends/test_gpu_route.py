@@ -1,0 +1,287 @@
+"""The way of the functions for PyTorch to the operators, as on a GPU, but over tensors of the CPU: the operators' CPU
+implementations stand in for the kernels."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from jaxpaged.backends import cache_functions, checks, gpu_kvcache, gpu_plan, kvcache, merge, varlen
+from jaxpaged.backends.functional import (
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    plan_attention,
+    reshape_and_cache,
+    reshape_and_cache_flash,
+)
+from jaxpaged.bridge import head_values
+from jaxpaged.testing import doors
+from jaxpaged.testing.cases import named_cases
+from jaxpaged.testing.verify import compare
+
+T = torch.zeros
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Within it tensors of the CPU take a GPU's way. Gives the names of operators called."""
+    called: list[str] = []
+
+    def passes(**tensors: Any) -> bool:
+        for name, x in tensors.items():
+            if x is not None and not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        return True
+
+    for module in (varlen, kvcache, cache_functions, merge, gpu_plan):
+        monkeypatch.setattr(module, "on_gpu", passes)
+
+    class Ops:
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> Any:
+                called.append(name)
+                return operators[name](*arguments)
+
+            return call
+
+    names = ("plan_decode", "decode", "plan_prefill", "prefill", "reshape_and_cache", "copy_blocks", "swap_blocks")
+    operators = {name: getattr(torch.ops.jaxpaged, name) for name in names}
+    monkeypatch.setattr(torch.ops, "jaxpaged", Ops())
+    yield called
+
+
+RUNS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "varlen": (doors._run_torch_varlen, doors._torch_refuses),
+    "planned": (doors._run_torch_without_lse, doors._torch_refuses),
+    "kvcache": (doors._run_torch_kvcache, doors._kvcache_refuses),
+}
+NAMES = (
+    "mixed", "decode", "empty-rows", "all-padding", "speculative", "extra-tokens", "mixed-many", "many-decodes",
+    "cross-attention", "table-too-narrow", "bad-blocks", "option-window", "option-soft-cap", "option-alibi",
+    "option-alibi-per-request", "option-sinks", "option-encoder", "layout-N2HD", "layout-2NHD", "layout-NH2D",
+    "v-head-size-NHD", "gqa-3", "gqa-32", "head-size-80", "block-size-8", "float16",
+)  # fmt: skip
+CASES = {case.name: case for case in named_cases()}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", NAMES)
+def test_cases_by_the_operators(as_on_gpu: list[str], name: str, run: str) -> None:
+    function, refuses = RUNS[run]
+    door = doors.Door(function, lambda case: refuses(case) or doors.on_gpu_refuses(case), doors._in_half, 1.5)
+    result = compare(CASES[name], run, door)
+    if result.skipped:
+        pytest.skip(result.skipped)
+    assert result.ok, result
+    if name != "all-padding":
+        assert as_on_gpu
+
+
+REFUSED = (
+    "block-size-3", "float8_e4m3fn-tensor", "bfloat16-float32-cache", "layout-VLLM_V0", "block-size-1"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_kernels_do_not_take_says_so(as_on_gpu: list[str], name: str) -> None:
+    """The doors' refusals are those of the functions."""
+    from jaxpaged.testing.cases import build
+
+    case = doors._in_half(CASES[name])
+    if name == "bfloat16-float32-cache":
+        case = dataclasses.replace(case, cache_dtype="float32")
+    assert doors.on_gpu_refuses(case) is not None
+    if doors._torch_refuses(case) is None:
+        with pytest.raises(NotImplementedError):
+            doors._run_torch_varlen(build(case))
+
+
+def step() -> dict[str, Any]:
+    kv = torch.randn(2, 12, 16, 2, 64).to(BF16)
+    return {
+        "q": torch.randn(9, 4, 64).to(BF16), "k": kv[0], "v": kv[1],
+        "cu_seqlens_q": torch.tensor([0, 1, 9], dtype=torch.int32),
+        "seqused_k": torch.tensor([20, 30], dtype=torch.int32),
+        "block_table": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), "causal": True,
+    }  # fmt: skip
+
+
+def test_layers_share_the_plan_of_their_step(as_on_gpu: list[str]) -> None:
+    given = step()
+    batch = {name: given[name] for name in ("block_table", "seqused_k", "cu_seqlens_q")}
+    plan = plan_attention(**batch)
+    outs = [flash_attn_varlen_func(**given, scheduler_metadata=plan) for _ in range(3)]
+    assert as_on_gpu == ["plan_prefill", *["prefill"] * 3]
+    as_on_gpu.clear()
+    window = flash_attn_varlen_func(**given, scheduler_metadata=plan, window_size=(5, 0))
+    flash_attn_varlen_func(**given, scheduler_metadata=plan, window_size=(5, 0))
+    assert as_on_gpu == ["plan_prefill", "prefill", "prefill"]
+    assert torch.equal(outs[0], outs[2])
+    assert not torch.equal(outs[0], window)
+    as_on_gpu.clear()
+    decoded = plan_attention(**batch, max_seqlen_q=8)
+    assert torch.equal(flash_attn_varlen_func(**given, scheduler_metadata=decoded), outs[0])
+    assert as_on_gpu == ["plan_decode", "decode"]
+    as_on_gpu.clear()
+    assert torch.equal(flash_attn_varlen_func(**given, max_seqlen_q=8), outs[0])
+    out, lse = flash_attn_varlen_func(**given, max_seqlen_q=8, return_softmax_lse=True)
+    assert as_on_gpu == ["plan_decode", "decode", "plan_prefill", "prefill"]
+    assert torch.equal(out, outs[0])
+    assert torch.isfinite(lse).all()
+
+
+def test_a_plan_of_another_batch_is_refused(as_on_gpu: list[str]) -> None:
+    given = step()
+    plan = plan_attention(given["block_table"], given["seqused_k"], given["cu_seqlens_q"])
+    for name in ("block_table", "seqused_k", "cu_seqlens_q"):
+        with pytest.raises(ValueError, match=f"scheduler_metadata: it was planned for another {name}"):
+            flash_attn_varlen_func(**given | {name: given[name].clone()}, scheduler_metadata=plan)
+    with pytest.raises(TypeError, match="scheduler_metadata: on a GPU, expected None or what plan_attention returns"):
+        flash_attn_varlen_func(**given, scheduler_metadata=T(3))
+    with pytest.raises(TypeError, match="max_seqlen_q"):
+        plan_attention(given["block_table"], given["seqused_k"], given["cu_seqlens_q"], 3.0)
+    assert not as_on_gpu
+
+
+def test_out_is_written_in_place_whatever_its_strides(as_on_gpu: list[str]) -> None:
+    given = step()
+    expected = flash_attn_varlen_func(**given)
+    for out in (torch.full((9, 4, 64), torch.nan).to(BF16), torch.full((4, 9, 64), torch.nan).to(BF16).transpose(0, 1)):
+        assert flash_attn_varlen_func(**given, out=out) is out
+        assert torch.equal(out, expected)
+
+
+def test_queries_that_are_part_of_a_product_are_read_where_they_lie(
+    as_on_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = step()
+    expected = flash_attn_varlen_func(**given)
+    qkv = torch.randn(9, 8, 64).to(BF16)
+    qkv[:, :4] = given["q"]
+    apart = given["q"].transpose(0, 1).contiguous().transpose(0, 1)
+    for q in (qkv[:, :4], apart):
+        assert torch.equal(flash_attn_varlen_func(**given | {"q": q}), expected)
+
+
+BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "dense": ({"block_table": None}, NotImplementedError, "block_table: on a GPU, packed keys"),
+    "no lengths": ({"seqused_k": None}, ValueError, "seqused_k: with block_table"),
+    "slopes": ({"alibi_slopes": T(4), "causal": False}, NotImplementedError, "alibi_slopes: on a GPU"),
+    "descale": ({"k_descale": 2.0}, ValueError, "k_descale: it belongs to 8-bit caches"),
+    "float32": (
+        {"q": T(9, 4, 64), "k": T(12, 16, 2, 64), "v": T(12, 16, 2, 64), "out": None}, NotImplementedError, "float32"
+    ),
+    "8 bits": (
+        {n: T(12, 16, 2, 64).to(torch.float8_e4m3fn) for n in "kv"}, NotImplementedError, "key_cache: expected"
+    ),
+    "out": ({"out": T(8, 4, 64, dtype=BF16)}, ValueError, "out: expected shape"),
+    "q": ({"q": T(9, 5, 64, dtype=BF16)}, ValueError, "q: the number of heads"),
+    "starts": ({"cu_seqlens_q": T(3)}, TypeError, "cu_seqlens_q: expected torch"),
+    "lens": ({"seqused_k": T(3, dtype=torch.int32)}, ValueError, "seqused_k: expected shape"),
+    "table": ({"block_table": T(2, 2, dtype=torch.int64)}, TypeError, r"block_table: expected torch\.int32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_before_anything_is_written(as_on_gpu: list[str], name: str) -> None:
+    change, error, message = BAD[name]
+    given = step()
+    out = torch.full((9, 4, 64), 7.0).to(BF16)
+    with pytest.raises(error, match=message):
+        flash_attn_varlen_func(**{"out": out, **given} | change)
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("rotate", [True, False])
+def test_new_tokens_are_written_as_on_the_cpu(
+    as_on_gpu: list[str], monkeypatch: pytest.MonkeyPatch, paged: bool, rotate: bool
+) -> None:
+    torch.manual_seed(0)
+    caches = [torch.randn(12, 16, 2, 64).to(BF16) for _ in range(2)]
+    q, k, v = (torch.randn(3, 4, n, 64).to(BF16) for n in (4, 2, 2))
+    given: dict[str, Any] = {"cache_seqlens": torch.tensor([0, 10, 14], dtype=torch.int32), "causal": True}
+    if paged:
+        given["block_table"] = torch.tensor([[1, 2], [3, -4], [5, 99]], dtype=torch.int32)
+    else:
+        given["cache_batch_idx"] = torch.tensor([5, 0, 7], dtype=torch.int32)
+    if rotate:
+        given |= {"rotary_cos": torch.randn(40, 16), "rotary_sin": torch.randn(40, 16)}
+    ours = [x.clone() for x in caches]
+    out, lse = flash_attn_with_kvcache(q, *ours, k, v, **given, return_softmax_lse=True)
+    assert "reshape_and_cache" in as_on_gpu
+    monkeypatch.undo()
+    expected, expected_lse = flash_attn_with_kvcache(q, *caches, k, v, **given, return_softmax_lse=True)
+    assert all(torch.equal(x, y) for x, y in zip(ours, caches, strict=True))
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=4e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_is_not_written_if_attention_is_refused(as_on_gpu: list[str]) -> None:
+    caches = [T(12, 4, 2, 64, dtype=BF16) for _ in range(2)]  # blocks of 4 tokens
+    q, k = T(3, 1, 4, 64, dtype=BF16), torch.ones(3, 1, 2, 64, dtype=BF16)
+    table, lens = T(3, 2, dtype=torch.int32), T(3, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="blocks of a multiple of 8"):
+        flash_attn_with_kvcache(q, *caches, k, k, cache_seqlens=lens, block_table=table)
+    with pytest.raises(NotImplementedError, match="cache_leftpad: not supported on a GPU"):
+        flash_attn_with_kvcache(q, *caches, k, k, cache_seqlens=lens, cache_leftpad=lens)
+    assert not any(x.any() for x in caches)
+
+
+def test_scales_that_are_numbers_go_as_tensors_that_are_made_once(as_on_gpu: list[str]) -> None:
+    from jaxpaged.backends.gpu_cache import _remembered
+
+    key = torch.randn(4, 2, 64)
+    slots, caches = torch.arange(4), [T(2, 16, 2, 64).to(torch.float8_e4m3fn) for _ in range(2)]
+    reshape_and_cache_flash(key, key, *caches, slots, "fp8", 0.5, 1.0)
+    stored = (key / 0.5).to(torch.float8_e4m3fn)
+    assert torch.equal(caches[0][0, :4].view(torch.uint8), stored.view(torch.uint8))
+    assert _remembered(0.5, key.device) is _remembered(0.5, key.device)
+    with pytest.raises(NotImplementedError, match="reshape_and_cache_flash"):
+        reshape_and_cache(key, key, *caches, slots, "auto", 1.0, 1.0)
+
+
+def test_values_per_head_are_made_once_and_again_when_written_to() -> None:
+    sinks = torch.randn(8)
+    how: dict[str, Any] = {"num_kv_heads": 2, "max_query_len": 1, "name": "s_aux"}
+    made = head_values.by_column_once(sinks, **how)
+    assert head_values.by_column_once(sinks, **how) is made
+    assert made is not None
+    assert made[0, :, :4].flatten().tolist() == sinks.tolist()
+    sinks.add_(1)
+    again = head_values.by_column_once(sinks, **how)
+    assert again is not None
+    assert again[0, 0, 0] == sinks[0]
+    assert head_values.compact(sinks) is sinks
+    half = sinks.half()
+    assert head_values.compact(half) is head_values.compact(half)
+    count = len(head_values._made)
+    del half
+    assert len(head_values._made) == count - 1
+
+
+def test_tensors_on_two_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        """What `on_gpu` looks at of a tensor."""
+
+        is_cuda, device, requires_grad = True, torch.device("cuda", 0), False
+
+    monkeypatch.setattr(checks.torch, "Tensor", (torch.Tensor, OnGpu))
+    assert checks.on_gpu(q=OnGpu(), out=None)
+    assert not checks.on_gpu(q=T(1))
+    with pytest.raises(ValueError, match="k: expected a tensor on cuda:0, as others are, got one on cpu"):
+        checks.on_gpu(q=OnGpu(), k=T(1))
+    with pytest.raises(TypeError, match="k: expected a tensor, got list"):
+        checks.on_gpu(q=OnGpu(), k=[])
+
+
+def test_slots_without_room_are_skipped() -> None:
+    cache = T(6, 8, 2, 64)
+    table = torch.tensor([[1, 4], [2, -1], [9, 0]], dtype=torch.int32)
+    lens = torch.tensor([7, 7, 6], dtype=torch.int32)
+    found = gpu_kvcache.GpuCache(cache, cache, table, lens).new_slots(10)
+    expected = [15, *range(32, 40), -1, 23, *[-1] * 9, -1, -1, *range(8)]
+    assert found.tolist() == expected
