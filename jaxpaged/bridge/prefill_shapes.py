@@ -49,7 +49,8 @@ class PrefillShapes(NamedTuple):
     Attributes:
       rows, tokens: requests and tokens that programs have room for.
       num_heads: of the query.
-      decode: for requests of one new token, if another kernel takes them.
+      decode: for requests of one new token, if another kernel takes them, which starts where prefill's last CTAs have
+        ended.
       options: of the scores.
     """
 
@@ -131,6 +132,7 @@ def prefill_shapes(
     decode = None
     if decoded_lens(padded, cache, batch, batch_invariant):
         decode = decode_shapes(query, key_cache, value_cache, block_table, 1, batch_invariant, scores)
+        decode = decode._replace(shape=dataclasses.replace(decode.shape, overlaps=True))
     shape = kernel_functions.prefill_shape(
         cache,
         options,

@@ -164,7 +164,7 @@ def _prefill_and_decode(
     if tiles.in_parts:
         parts = (prefill_plan, part_out, tile_lse, options.sinks, tiles, out, interpret)
         tile_lse = merge_parts(*parts, return_lse=return_lse)
-    lse = rows_of_tiles(prefill_plan, tile_lse, tiles, batch).T * LN2 if return_lse else None
+    lse: Any = rows_of_tiles(prefill_plan, tile_lse, tiles, batch).T * LN2 if return_lse else None
     if return_lse and shape is not None:
         decoded = plan.requests[row_requests(batch, query.shape[0])[0], field.Q_LEN] >= 0
         lse = jnp.where(decoded, short_lse.T * LN2, lse)

@@ -1,5 +1,6 @@
 """Our functions for PyTorch's stream consist of kernels alone, which is read from their StableHLO; needs no GPU."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,6 +16,8 @@ from jaxpaged.pallas.block_pairs import BlockPairs
 from jaxpaged.pallas.decode_plan import NUM_FIELDS, DecodePlan
 from jaxpaged.pallas.decode_plan_kernel import DecodeCut
 from jaxpaged.pallas.mosaic import kernel
+from jaxpaged.pallas.prefill_plan import NUM_FIELDS as PREFILL_FIELDS
+from jaxpaged.pallas.prefill_plan import PrefillPlan, most_items, most_tiles
 from jaxpaged.pallas.tuning import gpu_of
 from jaxpaged.reference.attention import AttentionOptions
 
@@ -179,6 +182,73 @@ def test_a_plan_is_one_kernel() -> None:
     assert calls.calls[0].buffers[:3] == (2, 3, 4)  # of the cache sizes are enough
     assert [calls.sizes[b] for b in calls.results] == [5 * NUM_FIELDS * 4, 132 * 4 * 4]
     assert calls.outputs == calls.results
+
+
+PREFILLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"options": {"window": (99, 0)}},
+    "not causal": {"options": {"causal": False}},
+    "soft cap, slopes, sinks": {"options": {"soft_cap": 30.0}, "slopes": 1, "sinks": True},
+    "slopes of each": {"slopes": 8},
+    "lse": {"return_lse": True},
+    "packed": {"rows": 64},
+    "in parts": {"tokens": 64, "sinks": True},
+    "in parts, lse": {"tokens": 64, "return_lse": True},
+    "HN2D": {"layout": "HN2D"},
+}
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill_is_kernels_alone_and_writes_its_output(name: str) -> None:
+    given = PREFILLS[name]
+    tokens, rows, return_lse = given.get("tokens", 4096), given.get("rows", 8), given.get("return_lse", False)
+    options, cache = AttentionOptions(0.125, **given.get("options", {})), cache_of(given.get("layout", "NHD"))
+    slopes = array((given["slopes"], 8), jnp.float32) if "slopes" in given else None
+    sinks = array((8,), jnp.float32) if "sinks" in given else None
+    shape = kernel_functions.prefill_shape(
+        cache, dataclasses.replace(options, alibi_slopes=slopes), query_dtype="bfloat16", num_tokens=tokens,
+        num_heads=8, num_reqs=rows, return_lse=return_lse, batch_invariant=False, gpu=gpu_of(),
+    )  # fmt: skip
+    heads = 2 if shape.tiling.packed else 8
+    work = (shape.tiling.num_ctas, most_items(tokens, rows, shape.tiling, heads), PREFILL_FIELDS)
+    plan = PrefillPlan(*(array(s, jnp.int32) for s in (work, work[:1], (rows + 1,), ())))
+    query = array((tokens, 8, 64), jnp.bfloat16)
+    how = {"options": options, "shape": shape, "return_lse": return_lse}
+    calls = lowered(
+        kernel_functions.prefill, query, cache, array((rows, 6), jnp.int32), plan, slopes, sinks, query, **how
+    )
+    out = calls.num_inputs - 1
+    assert len(calls.calls) == (2 if "in parts" in name else 1)
+    assert shape.tiling.packed == (tokens <= 64 * rows)
+    assert (calls.mutated, calls.outputs[0], calls.constants) == ({out}, out, {})
+    assert len(calls.results) == return_lse
+    assert len(calls.intermediates) == (2 if "in parts" in name else 0)
+    tiles = most_tiles(tokens, rows, shape.tiling)
+    assert [calls.sizes[b] for b in calls.results] == [tiles * heads * 128 * 4] * return_lse
+
+
+@pytest.mark.parametrize("tokens", [64, 4096])
+def test_a_plan_of_prefill_is_one_kernel_for_any_number_of_requests(tokens: int) -> None:
+    cache, options = cache_of(), AttentionOptions(0.125)
+    shape = kernel_functions.prefill_shape(
+        cache, options, query_dtype="bfloat16", num_tokens=tokens, num_heads=8, num_reqs=8, return_lse=False,
+        batch_invariant=False, gpu=gpu_of(),
+    )  # fmt: skip
+    cut = kernel_functions.PrefillCut(options, shape.tiling, tokens, 8, 2)
+    arrays = [array(s, jnp.int32) for s in ((8, 6), (8,), (9,), (1,), (1,))]
+    calls = lowered(kernel_functions.plan_prefill, cache, *arrays, cut=cut)
+    assert (len(calls.calls), calls.mutated, calls.intermediates, calls.constants) == (1, set(), (), {})
+    assert calls.calls[0].buffers[:5] == (2, 3, 4, 5, 6)
+    assert calls.outputs == calls.results
+    items = most_items(tokens, 8, shape.tiling, 2 if shape.tiling.packed else 8)
+    assert [calls.sizes[b] // 4 for b in calls.results] == [132 * items * PREFILL_FIELDS, 132, 9, 1]
+
+
+def test_a_merge_of_states_is_one_kernel() -> None:
+    calls = lowered(kernel_functions.merge_states, array((2, 64, 8, 64), jnp.bfloat16), array((2, 8, 64), jnp.float32))
+    assert (len(calls.calls), calls.mutated, calls.intermediates, calls.constants) == (1, set(), (), {})
+    assert calls.outputs == calls.results
+    assert [calls.sizes[b] for b in calls.results] == [64 * 8 * 64 * 2, 8 * 64 * 4]
 
 
 def copied(x: Any, y: Any) -> None:

@@ -72,6 +72,9 @@ def test_a_mixed_step_is_planned_by_two_kernels_and_attended_to_by_three(recorde
     assert decode_planned == (*address(*step.batch), at["requests"], at["shares"])
     recorder.launches.clear()
     out = step.attend((plan, workspace))
+    numbered = [number for number, _ in recorder.launches]
+    # Decode starts where prefill's last CTAs have ended, and combine where decode's have.
+    assert [b"mosaic_gpu.uses_pdl" in recorder.modules[number] for number in numbered] == [False, True, True]
     (_, prefill), (_, decode), (_, combine) = recorder.launches
     read = (at["work"], at["counts"], *address(step.table, step.query, *step.caches, out))
     assert prefill == (*read, out.data_ptr())
