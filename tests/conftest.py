@@ -24,6 +24,19 @@ def hopper() -> Any:
     return device
 
 
+@pytest.fixture
+def cuda() -> Iterator[None]:
+    """A Hopper GPU that PyTorch can use; the test is skipped where there is none."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch has no CUDA here")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(f"needs a Hopper GPU, got {torch.cuda.get_device_name()}")
+    torch.manual_seed(0)
+    yield
+    torch.cuda.synchronize()
+
+
 MOST_MAPPINGS = 20_000
 """Pieces of memory, some for each compiled program, after which all programs go: Linux gives a process 65,530."""
 _tests = itertools.count()
