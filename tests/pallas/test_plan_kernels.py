@@ -17,7 +17,7 @@ from jaxpaged.attention import make_options
 from jaxpaged.pallas import attention, batch_dims, decode_plan_kernel, plans, prefill_lists, prefill_plan_kernel
 from jaxpaged.pallas.decode_plan import DAMAGED
 from jaxpaged.pallas.mosaic import interpreter
-from jaxpaged.pallas.prefill_plan import PrefillTiling
+from jaxpaged.pallas.prefill_plan import FIRST_ROW, ROWS, PrefillTiling
 from jaxpaged.testing.cases import every_third
 
 HEADS, KV_HEADS = 4, 2
@@ -344,7 +344,7 @@ def test_a_program_with_room_for_more_plans_what_is_there(kernels: None, kind: s
     options = {"num_heads": HEADS, "num_reqs": 8} | (
         {"causal": True, "window": None} | OPTIONS | how.pop("options", {})
     )
-    fits, room = dataclasses.replace(SMALL, num_reqs=3), dataclasses.replace(SMALL, num_reqs=8, num_tokens=512)
+    fits, room = (dataclasses.replace(SMALL, num_reqs=r, num_tokens=n) for r, n in ((3, 300), (8, 512)))
     more = {"num_tokens": 512, "num_heads": HEADS, "interpret": interpreter(), "options": make_options(**options)}
 
     @jax.jit
@@ -364,3 +364,6 @@ def test_a_program_with_room_for_more_plans_what_is_there(kernels: None, kind: s
         work = got.work[:, : expected.work.shape[1]]
         assert not np.asarray(got.work[:, expected.work.shape[1] :]).any()
         assert differences(expected, got._replace(work=work, tile_starts=jnp.asarray(starts_of_tiles))) == []
+    promised = PagedBatch(table, lens, starts.at[3].set(2**20), None, None)
+    rows = with_room(promised, *(jnp.full((1,), n, jnp.int32) for n in (3, fits.num_tokens))).work
+    assert int((rows[..., FIRST_ROW] + rows[..., ROWS]).max()) == fits.num_tokens
