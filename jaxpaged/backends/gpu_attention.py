@@ -59,7 +59,6 @@ def make_plan(
     v_cache: torch.Tensor,
     plan: AttentionPlan,
     options: Options,
-    return_lse: bool,
 ) -> None:
     """Plan what `attend` will look up, and so find out whether the kernels take such a call before a cache is written.
 
@@ -68,14 +67,14 @@ def make_plan(
     """
     _refuse_options(options)
     if not _is_empty(q, k_cache, plan):
-        _planned(q, k_cache, v_cache, plan, _scores(options), return_lse)
+        _planned(q, k_cache, v_cache, plan, _scores(options))
 
 
 def _planned(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: AttentionPlan, scores: ScoreOptions, lse: bool
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: AttentionPlan, scores: ScoreOptions
 ) -> tuple[int | None, Any]:
-    """The plan of decode and its number of new tokens a request, or None and the plan of prefill, which gives lses."""
-    length = None if lse else plan.decoded_len(q, k_cache, v_cache)
+    """The plan of decode and its number of new tokens a request, or None and the plan of prefill."""
+    length = plan.decoded_len(q, k_cache, v_cache)
     if length is None:
         return None, plan.prefill(q, k_cache, v_cache, scores)
     return length, plan.decode(q, k_cache, v_cache, length, scores)
@@ -106,15 +105,19 @@ def _launch(
 ) -> None:
     _refuse_options(options)
     scores = _scores(options)
-    length, planned = _planned(q, k_cache, v_cache, plan, scores, lse is not None)
+    length, planned = _planned(q, k_cache, v_cache, plan, scores)
     slopes, sinks = options.alibi_slopes, options.sinks
-    how: dict[str, Any] = {"num_kv_heads": k_cache.shape[2], "max_query_len": length or 1}
-    decode_slopes = by_column_once(slopes, name="alibi_slopes", **how)
-    decode_sinks = by_column_once(sinks, name="s_aux", **how)
+    sizes: dict[str, Any] = {"num_kv_heads": k_cache.shape[2], "max_query_len": length or 1}
+    decode_slopes = by_column_once(slopes, name="alibi_slopes", **sizes)
+    decode_sinks = by_column_once(sinks, name="s_aux", **sizes)
     tensors = (q, k_cache, v_cache)
     if length is not None:
         given = (*planned, decode_slopes, decode_sinks, length)
-        torch.ops.jaxpaged.decode(*tensors, plan.block_table, *given, plan.batch_invariant, *scores, out)
+        row_lse = None if lse is None else lse.new_empty(q.shape[:2])
+        how = (plan.batch_invariant, *scores, out, None, None, row_lse)
+        torch.ops.jaxpaged.decode(*tensors, plan.block_table, *given, *how)
+        if lse is not None and row_lse is not None:
+            lse.copy_(row_lse.T)
         return
     slopes, sinks = compact(slopes), compact(sinks)
     if slopes is not None and slopes.ndim == 1:

@@ -94,7 +94,7 @@ def attend_with_new(
     k, v = _checked(q, new, cache, rotary)
     plan = _plan_of(q, k, cache, plan)
     packed = q.reshape(batch * seqlen_q, num_heads, head_size)
-    make_plan(packed, cache.k_cache, cache.v_cache, plan, options, return_lse)
+    make_plan(packed, cache.k_cache, cache.v_cache, plan, options)
     if rotary is not None:
         q = rotary.rotate(q, cache.lens, steps=options.causal or options.window != (None, None))
     if k is not None and v is not None:

@@ -14,7 +14,7 @@ from jaxpaged.bridge.cache_shapes import check_one_device, places_of, refuse_add
 from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_arguments
 from jaxpaged.bridge.dlpack import refuse_grad
 from jaxpaged.bridge.launch import ALIGNMENT, program
-from jaxpaged.bridge.lse_rows import decoded_lse, decoded_rows, prefilled_lse, row_requests
+from jaxpaged.bridge.lse_rows import decoded_rows, prefilled_lse, row_requests
 from jaxpaged.bridge.prefill_shapes import (
     Field,
     addresses_in,
@@ -100,10 +100,10 @@ def prefill_on_gpu(
     ):
         refuse_addresses(prefiller.distance, query=q, key_cache=k_cache, value_cache=v_cache, out=o)
     caches = (k_cache, v_cache, 0, 0)
-    tile_lse, request_lse = prefiller.launch(caches, (q, block_table.data_ptr()), plan, workspace, by_head, o)
+    tile_lse, row_lse = prefiller.launch(caches, (q, block_table.data_ptr()), plan, workspace, by_head, out)
     if lse is not None:
         check_shape("lse", lse.shape, (query.shape[1], num_tokens))
-        prefiller.write_lse(lse, plan, tile_lse, request_lse, row_requests(query_start_loc, num_tokens), num_reqs)
+        prefiller.write_lse(lse, plan, tile_lse, row_lse, row_requests(query_start_loc, num_tokens), num_reqs)
 
 
 def _has_rows(query: torch.Tensor, tokens: int) -> bool:
@@ -166,13 +166,13 @@ class _Prefiller:
         self._decode = None
         needed = made.workspace_bytes
         if found.decode is not None:
-            function = kernel_functions.decode_with_lse if return_lse else kernel_functions.decode
-            decoding = decode_arguments(found.decode, block_table, query, decode_slopes, decode_sinks)
+            lse = query.new_empty(0) if return_lse else None  # that there is one is all that counts
+            decoding = decode_arguments(found.decode, block_table, query, decode_slopes, decode_sinks, lse)
             options: dict[str, Any] = {"options": found.options, "shape": found.decode.shape}
-            made = program(function, *decoding, device=key_cache.get_device(), **options)
+            made = program(kernel_functions.decode, *decoding, device=key_cache.get_device(), **options)
             given = [8] * (slopes is not None) + [9] * (sinks is not None)
-            places = (4, *places_of(cache), 5, 6, 7, *given, 10)
-            self._decode = made.bind(*places, workspace=11, results=(12, 13) if return_lse else ())
+            places = (4, *places_of(cache), 5, 6, 7, *given, 10, *[12] * return_lse)
+            self._decode = made.bind(*places, workspace=11)
             needed = max(needed, made.workspace_bytes)
         if workspace.numel() * workspace.element_size() < needed:
             raise ValueError(f"workspace: expected {needed} bytes, as the plan has, got {workspace.numel()}")
@@ -212,42 +212,40 @@ class _Prefiller:
         plan: torch.Tensor,
         workspace: torch.Tensor,
         by_head: tuple[torch.Tensor | None, ...],
-        out: int,
-    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
-        """Launch the kernels; return the lses of tiles, and those of requests that decode leaves, if asked for."""
+        out: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Launch the kernels; return the lses of tiles, and of the rows that decode takes by token, if asked for."""
         at = addresses_in(plan, self._fields)
         slopes, sinks, decode_slopes, decode_sinks = (0 if x is None else x.data_ptr() for x in by_head)
-        memory = workspace.data_ptr()
+        memory, o = workspace.data_ptr(), out.data_ptr()
         given = (*caches, *query_and_table)
         planned = (at["work"], at["counts"], at["tile_starts"], at["parts"])
         tile_lse = self._new_tile_lse() if self._return_lse else None
         results: tuple[int, ...] = () if tile_lse is None else (tile_lse.data_ptr(),)
-        self._prefill((*given, *planned, slopes, sinks, out, memory, *results))
+        self._prefill((*given, *planned, slopes, sinks, o, memory, *results))
         if self._decode is None:
             return tile_lse, None
-        request_lse = self._new_request_lse() if self._return_lse else None
-        results = () if request_lse is None else tuple(x.data_ptr() for x in request_lse)
+        row_lse = out.new_empty(out.shape[:2], dtype=torch.float32) if self._return_lse else None
+        results = () if row_lse is None else (row_lse.data_ptr(),)
         planned_decode = (at["requests"], at["shares"])
-        self._decode((*given, *planned_decode, decode_slopes, decode_sinks, out, memory, *results))
-        return tile_lse, request_lse
+        self._decode((*given, *planned_decode, decode_slopes, decode_sinks, o, memory, *results))
+        return tile_lse, row_lse
 
     def write_lse(
         self,
         lse: torch.Tensor,
         plan: torch.Tensor,
         tile_lse: torch.Tensor | None,
-        request_lse: tuple[torch.Tensor, torch.Tensor] | None,
+        row_lse: torch.Tensor | None,
         rows: tuple[torch.Tensor, torch.Tensor],
         num_reqs: int,
     ) -> None:
         """Write the lses of a launch to `lse` [num_heads, num_tokens]."""
         assert tile_lse is not None
         found = prefilled_lse(tile_lse, _array(plan, self._fields["tile_starts"]), rows, self._shape)
-        if request_lse is not None and self._found.decode is not None:
+        if row_lse is not None:
             requests = _array(plan, self._fields["requests"])[: num_reqs + 1]
-            whole, merged = (x[:num_reqs] for x in request_lse)
-            decoded = decoded_lse(whole, merged, requests, rows, self._found.decode.shape)
-            found = torch.where(decoded_rows(requests, rows)[:, None], decoded, found)
+            found = torch.where(decoded_rows(requests, rows)[:, None], row_lse, found)
         lse.copy_(found.T)
 
     def _new_tile_lse(self) -> torch.Tensor:
@@ -255,14 +253,6 @@ class _Prefiller:
         heads = shape.dims.num_kv_heads * (1 if shape.tiling.packed else shape.group)
         tiles = most_tiles(found.tokens, found.rows, shape.tiling)
         return torch.empty(tiles, heads, 2 * WG_ROWS, dtype=torch.float32, device=self._device)
-
-    def _new_request_lse(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._found.decode is not None
-        rows, shape = self._found.decode.rows, self._found.decode.shape
-        whole, merged = torch.empty(
-            2, rows, shape.dims.num_kv_heads, shape.columns, dtype=torch.float32, device=self._device
-        )
-        return whole, merged
 
 
 def _array(plan: torch.Tensor, field: Field) -> torch.Tensor:

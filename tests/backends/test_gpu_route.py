@@ -128,9 +128,9 @@ def test_layers_share_the_plan_of_their_step(as_on_gpu: list[str]) -> None:
     as_on_gpu.clear()
     assert torch.equal(flash_attn_varlen_func(**given, max_seqlen_q=8), outs[0])
     out, lse = flash_attn_varlen_func(**given, max_seqlen_q=8, return_softmax_lse=True)
-    assert as_on_gpu == ["plan_decode", "decode", "plan_prefill", "prefill"]
+    assert as_on_gpu == ["plan_decode", "decode"] * 2
     assert torch.equal(out, outs[0])
-    assert torch.isfinite(lse).all()
+    torch.testing.assert_close(lse, flash_attn_varlen_func(**given, return_softmax_lse=True)[1])
 
 
 def test_a_plan_of_another_batch_is_refused(as_on_gpu: list[str]) -> None:

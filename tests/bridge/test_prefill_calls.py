@@ -10,7 +10,7 @@ from test_launch import Recorder, address, caches, recorder  # noqa: F401
 from jaxpaged.bridge import prefill_plan_calls
 from jaxpaged.bridge.decode_calls import by_column
 from jaxpaged.bridge.decode_shapes import ScoreOptions
-from jaxpaged.bridge.lse_rows import decoded_lse, decoded_rows, prefilled_lse, row_requests
+from jaxpaged.bridge.lse_rows import decoded_rows, prefilled_lse, row_requests
 from jaxpaged.bridge.prefill_calls import prefill_on_gpu
 from jaxpaged.bridge.prefill_plan_calls import plan_prefill_on_gpu
 from jaxpaged.bridge.prefill_shapes import addresses_in, prefill_shape, prefill_shapes
@@ -210,20 +210,8 @@ def test_lses_are_found_for_rows() -> None:
         assert abs(float(lse[row, head]) - expected) < 1e-2, (row, head)
 
 
-def test_lses_of_decodes() -> None:
-    step = Step.new(16, 8)
-    found = prefill_shapes(step.query, *step.caches, step.table, False, PLAIN)
-    assert found.decode is not None
+def test_rows_that_decode_takes_are_told_by_the_plan() -> None:
     starts = torch.tensor([0, 1, 1, 2, 7, 7, 7, 7, 7], dtype=torch.int32)
     requests = torch.zeros(9, 9, dtype=torch.int32)
     requests[:, field.Q_LEN] = torch.tensor([1, 0, 1, -1, 0, 0, 0, 0, -1])
-    requests[[0, 2], field.TILES] = 2
-    requests[2, field.LAST_SHARE] = 1
-    whole, merged = torch.zeros(8, 2, 8), torch.ones(8, 2, 8)
-    rows_of = row_requests(starts, 8)
-    assert decoded_rows(requests, rows_of).tolist() == [True, True] + [False] * 6
-    lse = decoded_lse(whole, merged, requests, rows_of, found.decode.shape)
-    assert lse.shape == (8, HEADS)
-    assert lse[0].tolist() == [0.0] * 8
-    assert torch.allclose(lse[1], torch.full((8,), 0.6931472))
-    assert (lse[2:] == -torch.inf).all()
+    assert decoded_rows(requests, row_requests(starts, 8)).tolist() == [True, True] + [False] * 6
