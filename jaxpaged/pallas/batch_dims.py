@@ -33,12 +33,17 @@ class BatchRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BatchDims:
-    """Sizes of a batch and of its cache."""
+    """Sizes of a batch and of its cache.
+
+    Attributes:
+      rows: of the query; None for as many as the batch says.
+    """
 
     num_reqs: int
     width: int
     block_size: int
     num_blocks: int
+    rows: int | None = None
 
     @classmethod
     def of(cls, cache: KVCache, batch: PagedBatch) -> Self:
@@ -55,14 +60,18 @@ class BatchDims:
           request: [n] int32, below `num_reqs`.
         """
         start, end = (gather(refs.query_start_loc, request + i, interpret) for i in range(2))
-        if refs.num_tokens is not None:  # no row may be written that there isn't, whatever the starts say
-            start, end = (jnp.minimum(x, refs.num_tokens[0]) for x in (start, end))
+        start, end = (self.known_row(refs, x) for x in (start, end))
         return start, end - start, self._kv_len(gather(refs.seq_lens, request, interpret))
 
     def len_of(self, refs: BatchRefs, request: Any) -> tuple[Any, Any, Any]:
         """`lens` of one request."""
-        start = refs.query_start_loc[request]
-        return start, refs.query_start_loc[request + 1] - start, self._kv_len(refs.seq_lens[request])
+        start, end = (self.known_row(refs, refs.query_start_loc[request + i]) for i in range(2))
+        return start, end - start, self._kv_len(refs.seq_lens[request])
+
+    def known_row(self, refs: BatchRefs, start: Any) -> Any:
+        """Where rows start, within the query: none may be written that there isn't, whatever the starts say."""
+        rows: Any = self.rows if refs.num_tokens is None else refs.num_tokens[0]
+        return start if rows is None else jnp.minimum(jnp.maximum(start, 0), rows)
 
     def _kv_len(self, seq_len: Any) -> Any:
         return jnp.minimum(seq_len, self.width * self.block_size)

@@ -61,7 +61,7 @@ def plan_decode(
       batch_invariant: each request is a share, whatever else is in the batch.
       skip: [] int32, first positions of each request that are not attended to, a multiple of `tile`.
     """
-    starts = batch.query_start_loc
+    starts = jnp.clip(batch.query_start_loc, 0, num_tokens)  # no row may be written that there isn't
     q_len = starts[1:] - starts[:-1]
     kv_len = batch.kv_lens(cache.block_size)
     short, first_tile, tiles = tiles_of_requests(options, q_len, kv_len, max_query_len, tile, skip)

@@ -44,8 +44,9 @@ def plan_decode_by_kernel(
     """`plan_decode`, without a mask function and with nothing to skip."""
     num_reqs = batch.num_reqs
     num_shares = num_reqs if cut.batch_invariant else cut.num_shares
+    dims = dataclasses.replace(BatchDims.of(cache, batch), rows=cut.num_tokens)
     requests, shares = kernel(
-        functools.partial(_plan, cut, BatchDims.of(cache, batch), interpret),
+        functools.partial(_plan, cut, dims, interpret),
         out_type=[
             jax.ShapeDtypeStruct((num_reqs + 1, NUM_FIELDS), jnp.int32),
             jax.ShapeDtypeStruct((num_shares, 4), jnp.int32),
@@ -90,7 +91,7 @@ def _plan(cut: DecodeCut, dims: BatchDims, interpret: Interpreter | None, *refs:
 
     @pl.when(me == dims.num_reqs)
     def _() -> None:
-        start = batch.query_start_loc[dims.num_reqs]
+        start = dims.known_row(batch, batch.query_start_loc[dims.num_reqs])
         for column in range(NUM_FIELDS):
             requests[me, column] = jnp.int32(0)
         requests[me, Q_START] = start

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxpaged import KVCache, PagedBatch
 from jaxpaged.attention import make_options
 from jaxpaged.pallas import attention, batch_dims, decode_plan_kernel, plans, prefill_lists, prefill_plan_kernel
-from jaxpaged.pallas.decode_plan import DAMAGED
+from jaxpaged.pallas.decode_plan import DAMAGED, Q_LEN, Q_START
 from jaxpaged.pallas.mosaic import interpreter
 from jaxpaged.pallas.prefill_plan import FIRST_ROW, ROWS, PrefillTiling
 from jaxpaged.testing.cases import every_third
@@ -167,6 +167,19 @@ def test_rows_that_the_query_does_not_have(kernels: None) -> None:
     batch = few.batch([20, 30, 0, 7], [100, 40, 0, 7])
     check(*planners(plans.plan_decode, few, **DECODE), batch)
     check(*planners(plans.plan_prefill, few, **PREFILLS["packed"]), batch)
+
+
+def test_decode_writes_no_row_that_there_is_not(kernels: None) -> None:
+    """Whatever the starts are: a program may have room for more rows than an engine's tensor has."""
+    few = dataclasses.replace(SMALL, num_tokens=10)
+    batch = few.batch([1] * few.num_reqs, [100] * few.num_reqs)
+    batch = dataclasses.replace(batch, query_start_loc=jnp.array([-5, 2, 9, 12, 2**31 - 1], jnp.int32))
+    by_xla, by_kernel = planners(plans.plan_decode, few, **DECODE)
+    check(by_xla, by_kernel, batch)
+    requests = np.asarray(by_kernel(batch).requests)
+    written = requests[:, Q_LEN] > 0
+    assert (requests[:, Q_START] >= 0).all() and written.any()
+    assert ((requests[:, Q_START] + requests[:, Q_LEN])[written] <= 10).all()
 
 
 WIDE = Sizes(num_reqs=2, width=2100, block_size=64, num_blocks=10_000)
