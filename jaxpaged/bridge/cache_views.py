@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from jaxpaged.bridge.dlpack import share_kv_cache, share_scale
-from jaxpaged.bridge.memory import array_at
+from jaxpaged.bridge.imports import unowned
 from jaxpaged.metadata.kv_cache import KVCache
 
 _MAX_VIEWS = 4096
@@ -22,7 +22,7 @@ def cache_view(key_cache: torch.Tensor, value_cache: torch.Tensor, k_scale: Any,
     name = tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (key_cache, value_cache))
     view = _views.get(name)
     if view is None:
-        view = share_kv_cache(_unowned(key_cache), _unowned(value_cache), k_scale=k_scale, v_scale=v_scale)
+        view = share_kv_cache(unowned(key_cache), unowned(value_cache), k_scale=k_scale, v_scale=v_scale)
         if len(_views) >= _MAX_VIEWS:
             _views.clear()
         _views[name] = dataclasses.replace(view, k_scale=None, v_scale=None)
@@ -30,13 +30,3 @@ def cache_view(key_cache: torch.Tensor, value_cache: torch.Tensor, k_scale: Any,
     k_scale, v_scale = (share_scale(n, s) for n, s in zip(("k_scale", "v_scale"), scales, strict=True))
     return dataclasses.replace(view, k_scale=k_scale, v_scale=v_scale)
 
-
-def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same memory that does not keep it from being freed."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == 0:
-        return tensor
-    memory = torch.from_numpy(array_at(storage.data_ptr(), storage.nbytes(), "|u1")).untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-        memory, tensor.storage_offset(), tensor.shape, tensor.stride()
-    )

@@ -1,5 +1,10 @@
-"""Memory shared between PyTorch, NumPy and JAX: every function returns a view of the memory it got, or raises."""
+"""Memory shared between PyTorch, NumPy and JAX: every function returns a view of the memory it got, or raises.
 
+On a GPU, what PyTorch's current stream has to do is waited for by what uses the JAX array, and the other way round, by
+the GPU itself.
+"""
+
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -37,18 +42,21 @@ def to_jax(x: Any, name: str = "tensor") -> jax.Array:
 
     Raises:
       ValueError: the memory can't be shared; the message says what to change.
+      RuntimeError: PyTorch captures a CUDA graph.
     """
     if isinstance(x, jax.Array):
         return x
     _check_kind(x, name)
     on_cpu = isinstance(x, np.ndarray) or x.device.type == "cpu"
+    if not on_cpu:
+        refuse_capture(x.device, name)
     x = _without_grad(x, name)
     _check_shareable(x, name, on_cpu)
     try:
         if isinstance(x, np.ndarray):  # its DLPack knows neither bfloat16 nor arrays that are read-only
             array = jax.device_put(x, jax.local_devices(backend="cpu")[0])
         else:
-            array = jax.dlpack.from_dlpack(x, copy=False)
+            array = _imported(x)
     except (BufferError, RuntimeError) as error:
         raise ValueError(f"{name}: JAX can't share its memory: {error}") from error
     if x.size != 0 if isinstance(x, np.ndarray) else x.numel() != 0:
@@ -59,10 +67,12 @@ def to_jax(x: Any, name: str = "tensor") -> jax.Array:
 def to_torch(array: Any, name: str = "array") -> "torch.Tensor":
     """A tensor on the memory of a JAX or NumPy array.
 
-    JAX takes its arrays for immutable: write to the tensor only when nothing uses the JAX array any more.
+    JAX takes its arrays for immutable: write to the tensor only when nothing uses the JAX array any more. On a GPU, JAX
+    knows nothing of what PyTorch's streams still do with the tensor when it is freed: keep it until they are done.
 
     Raises:
       ValueError: the memory can't be shared.
+      RuntimeError: PyTorch captures a CUDA graph.
     """
     import torch
 
@@ -73,6 +83,9 @@ def to_torch(array: Any, name: str = "array") -> "torch.Tensor":
         if bits is None:
             return torch.from_numpy(array)
         return torch.from_numpy(array.view(bits)).view(getattr(torch, array.dtype.name))
+    (device,) = array.devices()
+    if device.platform != "cpu":
+        refuse_capture(torch.device("cuda", device.local_hardware_id), name)
     try:
         tensor = torch.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError) as error:
@@ -168,6 +181,32 @@ def share_kv_cache(
     Raises:
       TypeError, ValueError: the tensors don't fit the layout, or their memory can't be shared.
     """
+    how = {"layout": layout, "k_scale": k_scale, "v_scale": v_scale, "head_size": head_size, "dtype": dtype}
+    cache = tensor_cache(key_cache, value_cache, **how)
+    return dataclasses.replace(
+        cache,
+        key=to_jax(cache.key, "key_cache"),
+        value=None if cache.value is None else to_jax(cache.value, "value_cache"),
+        k_scale=share_scale("k_scale", cache.k_scale),
+        v_scale=share_scale("v_scale", cache.v_scale),
+    )
+
+
+def tensor_cache(
+    key_cache: "torch.Tensor",
+    value_cache: "torch.Tensor | None" = None,
+    *,
+    layout: str | KVLayout = "NHD",
+    k_scale: Any = None,
+    v_scale: Any = None,
+    head_size: int | None = None,
+    dtype: Any = None,
+) -> KVCache:
+    """`share_kv_cache` before JAX has seen the memory: a KVCache whose buffers and scales are tensors.
+
+    They are views of those given, in the order in which they lie in memory, so that XLA need not transpose them. Such a
+    cache is an argument for `jaxpaged.bridge.torch_call.torch_call`; JAX's own functions don't take it.
+    """
     layout = KVLayout.of(layout)
     for name, x in (("key_cache", key_cache), ("value_cache", value_cache)):
         if name == "key_cache" or x is not None:
@@ -182,30 +221,49 @@ def share_kv_cache(
         value_cache, value_dtype = _as_stored("value_cache", value_cache, dtype)
         if (value_cache.dtype, value_dtype) != (key_cache.dtype, stored_dtype):
             raise TypeError(f"value_cache: expected dtype {_dtype_name(key_cache)}, got {_dtype_name(value_cache)}")
-    key, value, memory = _share_buffers(key_cache, value_cache, layout)
-    return KVCache.from_arrays(
-        key,
-        value,
+    key, value, memory = _buffers(key_cache, value_cache, layout)
+    leaves = {"k_scale": _scale_leaf(k_scale), "v_scale": _scale_leaf(v_scale)}
+    shapes = KVCache.from_arrays(
+        _shape(key),
+        _shape(value),
         layout=memory,
-        k_scale=share_scale("k_scale", k_scale),
-        v_scale=share_scale("v_scale", v_scale),
+        **{name: _shape(scale) for name, scale in leaves.items()},
         head_size=dims.head_size,
         dtype=stored_dtype,
     )
+    return dataclasses.replace(shapes, key=key, value=value, **leaves)
 
 
-def _share_buffers(key: Any, value: Any, layout: KVLayout) -> tuple[Any, Any, KVLayout]:
-    """The JAX arrays of one buffer or two, and how they lie in memory."""
+def _buffers(key: Any, value: Any, layout: KVLayout) -> tuple[Any, Any, KVLayout]:
+    """The tensors of one buffer or two in the order of memory, and how they lie there."""
     key_axes, value_axes = layout.axes("key"), layout.axes("value")
-    if value is None:
-        key, key_axes = axes_in_memory(key, key_axes)
-        return to_jax(key, "key_cache"), None, memory_layout(key_axes, None)
-    whole = one_buffer(key, value, key_axes, value_axes)
-    if whole is not None:
-        return to_jax(whole[0], "key_cache, value_cache"), None, memory_layout(whole[1], None)
+    if value is not None:
+        whole = one_buffer(key, value, key_axes, value_axes)
+        if whole is not None:
+            return _checked("key_cache, value_cache", whole[0]), None, memory_layout(whole[1], None)
     key, key_axes = axes_in_memory(key, key_axes)
+    if value is None:
+        return _checked("key_cache", key), None, memory_layout(key_axes, None)
     value, value_axes = axes_in_memory(value, value_axes)
-    return to_jax(key, "key_cache"), to_jax(value, "value_cache"), memory_layout(key_axes, value_axes)
+    return _checked("key_cache", key), _checked("value_cache", value), memory_layout(key_axes, value_axes)
+
+
+def _checked(name: str, tensor: Any) -> Any:
+    _check_shareable(tensor, name, on_cpu=tensor.device.type == "cpu")
+    return tensor
+
+
+def _scale_leaf(scale: Any) -> Any:
+    """A scale as an array or a tensor; numbers and tensors of one element are per tensor."""
+    if isinstance(scale, int | float):
+        return np.asarray(scale, np.float32)
+    if scale is None or isinstance(scale, np.ndarray):
+        return scale
+    return scale.reshape(()) if scale.numel() == 1 and scale.ndim < 3 else scale
+
+
+def _shape(x: Any) -> Any:
+    return None if x is None else jax.ShapeDtypeStruct(tuple(map(int, x.shape)), _dtype_name(x))
 
 
 def _as_stored(name: str, tensor: Any, dtype: Any) -> tuple[Any, Any]:
@@ -223,10 +281,9 @@ def _as_stored(name: str, tensor: Any, dtype: Any) -> tuple[Any, Any]:
 
 def share_scale(name: str, scale: Any) -> Any:
     """A scale of a cache as an array on the engine's memory; numbers and tensors of one element are per tensor."""
-    if scale is None or isinstance(scale, int | float):
-        return None if scale is None else np.asarray(scale, np.float32)
-    if scale.numel() == 1 and scale.ndim < 3:
-        scale = scale.reshape(())
+    scale = _scale_leaf(scale)
+    if scale is None or isinstance(scale, np.ndarray):
+        return scale
     if scale.ndim > 1 or scale.device.type != "cpu":
         return to_jax(scale, name)
     view = to_numpy(scale, name)
@@ -234,6 +291,28 @@ def share_scale(name: str, scale: Any) -> Any:
         return view
     aligned = scale.is_contiguous() and scale.data_ptr() % ALIGNMENT == 0
     return to_jax(scale, name) if aligned else jnp.array(view)  # the only copy here: of one number a head
+
+
+def refuse_capture(device: "torch.device", name: str) -> None:
+    """Raise RuntimeError while PyTorch captures a CUDA graph on the current stream of a device."""
+    import torch
+
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{name}: JAX runs its programs on streams of XLA's, which no CUDA graph of PyTorch's can capture; call "
+                f"it outside of the graph, or use torch.ops.jaxpaged inside"
+            )
+
+
+def _imported(tensor: Any) -> jax.Array:
+    """By DLPack. PyTorch makes capsules of its current device's memory alone, and orders them after its stream there."""
+    if tensor.device.type != "cuda":
+        return jax.dlpack.from_dlpack(tensor, copy=False)
+    import torch
+
+    with torch.cuda.device(tensor.device):
+        return jax.dlpack.from_dlpack(tensor, copy=False)
 
 
 def _check_kind(x: Any, name: str) -> None:
