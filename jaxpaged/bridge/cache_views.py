@@ -29,4 +29,3 @@ def cache_view(key_cache: torch.Tensor, value_cache: torch.Tensor, k_scale: Any,
     scales = (k_scale, v_scale)
     k_scale, v_scale = (share_scale(n, s) for n, s in zip(("k_scale", "v_scale"), scales, strict=True))
     return dataclasses.replace(view, k_scale=k_scale, v_scale=v_scale)
-

@@ -19,20 +19,25 @@ from jaxpaged.pallas import block_copy
 from jaxpaged.pallas.block_pairs import BlockPairs
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """Blocks that lie one after the other.
 
     Attributes:
       name: of the argument.
-      first: the first one's address.
+      tensor: a tensor that begins with the first one.
       num_blocks: how many.
       size: bytes of each.
     """
 
     name: str
-    first: int
+    tensor: torch.Tensor
     num_blocks: int
     size: int
+
+    @property
+    def first(self) -> int:
+        """The first one's address."""
+        return self.tensor.data_ptr()
 
 
 class _Pairs(NamedTuple):
@@ -52,14 +57,7 @@ def copy_on_gpu(
     Raises:
       TypeError, ValueError: an argument doesn't fit; nothing has been written.
     """
-    if len(key_caches) != len(value_caches):
-        raise ValueError(f"value_caches: expected {len(key_caches)} layers, as in key_caches, got {len(value_caches)}")
-    layers = [
-        found
-        for i, (key, value) in enumerate(zip(key_caches, value_caches, strict=True))
-        for found in _of_layer(i, key, value)
-    ]
-    _check_mapping(block_mapping, *key_caches, *value_caches)
+    layers = blocks_of_layers(key_caches, value_caches, block_mapping)
     num_pairs = block_mapping.shape[0]
     if num_pairs == 0:
         return
@@ -77,16 +75,10 @@ def swap_on_gpu(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tenso
 
     Between a GPU and the host, PyTorch copies; it waits for that unless the host's memory is pinned.
     """
-    check_shape("dst", dst.shape, ("num_blocks", *src.shape[1:]))
-    if src.dtype != dst.dtype:
-        raise TypeError(f"dst: expected {src.dtype}, the dtype of src, got {dst.dtype}")
     if src.device != dst.device:
-        _swap_between_devices(src, dst, block_mapping)
+        swap_between_devices(src, dst, block_mapping)
         return
-    source, target = _of_tensor("src", src), _of_tensor("dst", dst)
-    if src.stride()[1:] != dst.stride()[1:]:
-        raise ValueError(f"dst: expected blocks strided as those of src, {src.stride()[1:]}, got {dst.stride()[1:]}")
-    _check_mapping(block_mapping, src, dst)
+    source, target = blocks_to_swap(src, dst, block_mapping)
     num_pairs = block_mapping.shape[0]
     if num_pairs == 0:
         return
@@ -113,25 +105,50 @@ def block_pairs(src_to_dst: torch.Tensor, num_source: int, num_target: int, *, w
     return _Pairs(*(x.int() for x in (src, target, overwritten, overwritten.any())))
 
 
-def _of_layer(layer: int, key: torch.Tensor, value: torch.Tensor) -> list[_Blocks]:
+def blocks_of_layers(
+    key_caches: Sequence[torch.Tensor], value_caches: Sequence[torch.Tensor], block_mapping: torch.Tensor
+) -> list[Blocks]:
+    """Of all layers' caches, checked with the pairs that are to be copied."""
+    if len(key_caches) != len(value_caches):
+        raise ValueError(f"value_caches: expected {len(key_caches)} layers, as in key_caches, got {len(value_caches)}")
+    layers = [
+        found
+        for i, (key, value) in enumerate(zip(key_caches, value_caches, strict=True))
+        for found in _of_layer(i, key, value)
+    ]
+    check_mapping(block_mapping, *key_caches, *value_caches)
+    return layers
+
+
+def blocks_to_swap(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor) -> tuple[Blocks, Blocks]:
+    """Of two tensors on one device, checked with the pairs that are to be copied."""
+    _check_alike(src, dst)
+    source, target = _of_tensor("src", src), _of_tensor("dst", dst)
+    if src.stride()[1:] != dst.stride()[1:]:
+        raise ValueError(f"dst: expected blocks strided as those of src, {src.stride()[1:]}, got {dst.stride()[1:]}")
+    check_mapping(block_mapping, src, dst)
+    return source, target
+
+
+def _of_layer(layer: int, key: torch.Tensor, value: torch.Tensor) -> list[Blocks]:
     """The blocks of a layer: of keys and of values, or where a block holds both, of both."""
     names = (f"key_caches[{layer}]", f"value_caches[{layer}]")
     distance = value.data_ptr() - key.data_ptr()
     size, apart = (n * key.element_size() for n in (key[0].numel(), key.stride(0))) if key.ndim else (0, 0)
     shared = key.shape == value.shape and key.stride() == value.stride() and 2 * size == apart and 0 < distance < apart
     if shared and key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-        return [_checked(_Blocks(f"{names[0]}, {names[1]}", key.data_ptr(), key.shape[0], apart))]
+        return [_checked(Blocks(f"{names[0]}, {names[1]}", key, key.shape[0], apart))]
     return [_of_tensor(name, x) for name, x in zip(names, (key, value), strict=True)]
 
 
-def _of_tensor(name: str, x: torch.Tensor) -> _Blocks:
+def _of_tensor(name: str, x: torch.Tensor) -> Blocks:
     if x.ndim == 0 or x.shape[0] == 0:
         raise ValueError(f"{name}: expected shape [num_blocks, ...], got {list(x.shape)}")
     size = x[0].numel()
     compact = x.stride(0) == size or x.shape[0] == 1
     if not compact or not _is_dense(x[0]):
         raise ValueError(f"{name}: expected blocks one after the other, got strides {x.stride()} for {list(x.shape)}")
-    return _checked(_Blocks(name, x.data_ptr(), x.shape[0], size * x.element_size()))
+    return _checked(Blocks(name, x, x.shape[0], size * x.element_size()))
 
 
 def _is_dense(block: torch.Tensor) -> bool:
@@ -139,7 +156,7 @@ def _is_dense(block: torch.Tensor) -> bool:
     return block.permute(compact_order(block)).is_contiguous()
 
 
-def _checked(blocks: _Blocks) -> _Blocks:
+def _checked(blocks: Blocks) -> Blocks:
     if blocks.first % ALIGNMENT:
         raise ValueError(f"{blocks.name}: expected memory from a multiple of {ALIGNMENT} bytes on")
     reason = block_copy.refusal(_cache(blocks)) if blocks.size % 4 == 0 else "blocks of a multiple of 4 bytes"
@@ -148,7 +165,7 @@ def _checked(blocks: _Blocks) -> _Blocks:
     return blocks
 
 
-def _cache(blocks: _Blocks) -> KVCache:
+def _cache(blocks: Blocks) -> KVCache:
     """A cache whose blocks have these bytes: what they mean is nothing to a copy."""
     return KVCache.from_arrays(
         jax.ShapeDtypeStruct((blocks.num_blocks, 2, 1, 1, blocks.size // 4), jnp.bfloat16), layout="N2HD"
@@ -161,15 +178,22 @@ def _pair_shapes(num_pairs: int, *, within: bool) -> BlockPairs:
     return BlockPairs(each, each, each, some) if within else BlockPairs(each, each, None, None)
 
 
-def _check_mapping(block_mapping: torch.Tensor, *tensors: torch.Tensor) -> None:
+def check_mapping(block_mapping: torch.Tensor, *tensors: torch.Tensor) -> None:
     check_ints("block_mapping", block_mapping)
     check_shape("block_mapping", block_mapping.shape, ("n", 2))
     for x in tensors:
         check_one_device(x, block_mapping=block_mapping)
 
 
-def _swap_between_devices(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor) -> None:
+def _check_alike(src: torch.Tensor, dst: torch.Tensor) -> None:
+    check_shape("dst", dst.shape, ("num_blocks", *src.shape[1:]))
+    if src.dtype != dst.dtype:
+        raise TypeError(f"dst: expected {src.dtype}, the dtype of src, got {dst.dtype}")
+
+
+def swap_between_devices(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor) -> None:
     """By PyTorch, of pairs that the host knows or is told."""
+    _check_alike(src, dst)
     pairs: Any = block_pairs(block_mapping.cpu(), src.shape[0], dst.shape[0], within=False)
     kept = pairs.target >= 0
     source, target = pairs.source[kept].long(), pairs.target[kept].long()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 """Bytes: XLA on the CPU copies memory that starts elsewhere than at a multiple."""
+GPU_ALIGNMENT = 16
+"""Bytes: XLA's programs on a GPU refuse memory that starts elsewhere than at a multiple."""
 
 _SMALL_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32", "bool")
 _X64_DTYPES = ("int64", "float64")
@@ -36,8 +38,8 @@ def to_jax(x: Any, name: str = "tensor") -> jax.Array:
 
     Args:
       x: tensor or NumPy array with compact strides, of float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8,
-        uint8, int32 or bool, and of int64 or float64 where JAX has x64 enabled; on the CPU it starts at a multiple of
-        64 bytes. A JAX array is returned as it is.
+        uint8, int32 or bool, and of int64 or float64 where JAX has x64 enabled; it starts at a multiple of 64 bytes on
+        the CPU, of 16 on a GPU. A JAX array is returned as it is.
       name: what messages call it.
 
     Raises:
@@ -47,16 +49,12 @@ def to_jax(x: Any, name: str = "tensor") -> jax.Array:
     if isinstance(x, jax.Array):
         return x
     _check_kind(x, name)
-    on_cpu = isinstance(x, np.ndarray) or x.device.type == "cpu"
-    if not on_cpu:
+    if not _on_cpu(x):
         refuse_capture(x.device, name)
     x = _without_grad(x, name)
-    _check_shareable(x, name, on_cpu)
+    check_shareable(x, name)
     try:
-        if isinstance(x, np.ndarray):  # its DLPack knows neither bfloat16 nor arrays that are read-only
-            array = jax.device_put(x, jax.local_devices(backend="cpu")[0])
-        else:
-            array = _imported(x)
+        array = _imported(x)
     except (BufferError, RuntimeError) as error:
         raise ValueError(f"{name}: JAX can't share its memory: {error}") from error
     if x.size != 0 if isinstance(x, np.ndarray) else x.numel() != 0:
@@ -249,7 +247,7 @@ def _buffers(key: Any, value: Any, layout: KVLayout) -> tuple[Any, Any, KVLayout
 
 
 def _checked(name: str, tensor: Any) -> Any:
-    _check_shareable(tensor, name, on_cpu=tensor.device.type == "cpu")
+    check_shareable(tensor, name)
     return tensor
 
 
@@ -300,19 +298,21 @@ def refuse_capture(device: "torch.device", name: str) -> None:
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{name}: JAX runs its programs on streams of XLA's, which no CUDA graph of PyTorch's can capture; call "
-                f"it outside of the graph, or use torch.ops.jaxpaged inside"
+                f"{name}: JAX runs its programs on streams of XLA's, which no CUDA graph of PyTorch's can capture; "
+                f"call it outside of the graph, or use torch.ops.jaxpaged inside"
             )
 
 
-def _imported(tensor: Any) -> jax.Array:
-    """By DLPack. PyTorch makes capsules of its current device's memory alone, and orders them after its stream there."""
-    if tensor.device.type != "cuda":
-        return jax.dlpack.from_dlpack(tensor, copy=False)
+def _imported(x: Any) -> jax.Array:
+    """By DLPack. PyTorch shares memory of its current device alone, and orders it after the current stream there."""
+    if isinstance(x, np.ndarray):  # its DLPack knows neither bfloat16 nor arrays that are read-only
+        return jax.device_put(x, jax.local_devices(backend="cpu")[0])
+    if x.device.type != "cuda":
+        return jax.dlpack.from_dlpack(x, copy=False)
     import torch
 
-    with torch.cuda.device(tensor.device):
-        return jax.dlpack.from_dlpack(tensor, copy=False)
+    with torch.cuda.device(x.device):
+        return jax.dlpack.from_dlpack(x, copy=False)
 
 
 def _check_kind(x: Any, name: str) -> None:
@@ -337,7 +337,8 @@ def _without_grad(x: Any, name: str) -> Any:
     return x.detach()
 
 
-def _check_shareable(x: Any, name: str, on_cpu: bool) -> None:
+def check_shareable(x: Any, name: str) -> None:
+    """Raise ValueError for a tensor or a NumPy array whose memory JAX can't share."""
     dtype = _dtype_name(x)
     if dtype in _X64_DTYPES and not jax.config.jax_enable_x64:
         hint = "view it with int64_words, " if dtype == "int64" else ""
@@ -352,11 +353,11 @@ def _check_shareable(x: Any, name: str, on_cpu: bool) -> None:
             f"{shape_text(strides)}; undo a transposition with physical_order, or pass the whole tensor that this is a "
             f"part of"
         )
-    pointer = _pointer(x)
-    if on_cpu and pointer % ALIGNMENT:
+    place, alignment = ("the CPU", ALIGNMENT) if _on_cpu(x) else ("a GPU", GPU_ALIGNMENT)
+    if _pointer(x) % alignment:
         raise ValueError(
-            f"{name}: JAX shares memory of the CPU only from a multiple of {ALIGNMENT} bytes on, got an address "
-            f"{pointer % ALIGNMENT} bytes past one; pass the whole tensor that this is a part of, or allocate "
+            f"{name}: JAX shares memory of {place} only from a multiple of {alignment} bytes on, got an address "
+            f"{_pointer(x) % alignment} bytes past one; pass the whole tensor that this is a part of, or allocate "
             f"it aligned (torch.empty does)"
         )
 
@@ -364,6 +365,10 @@ def _check_shareable(x: Any, name: str, on_cpu: bool) -> None:
 def _check_pointer(name: str, got: int, expected: int) -> None:
     if got != expected:
         raise ValueError(f"{name}: its memory was copied instead of shared (at {got:#x}, expected {expected:#x})")
+
+
+def _on_cpu(x: Any) -> bool:
+    return isinstance(x, np.ndarray) or x.device.type == "cpu"
 
 
 def _pointer(x: Any) -> int:

@@ -1,4 +1,4 @@
-"""JAX arrays on PyTorch's memory that are made once and found again while the memory lives, without keeping it alive."""
+"""JAX arrays on PyTorch's memory, made once and found again while it lives, without keeping it alive."""
 
 import atexit
 import weakref

@@ -34,4 +34,3 @@ def keep_until_done(*tensors: torch.Tensor) -> None:
     for x in tensors:
         if x.device.type == "cuda":
             x.record_stream(torch.cuda.current_stream(x.device))
-

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from jaxpaged.bridge import imports, stream_order
-from jaxpaged.bridge.dlpack import refuse_capture, refuse_grad, to_jax, to_torch
+from jaxpaged.bridge.dlpack import check_shareable, refuse_capture, refuse_grad, to_jax, to_torch
 from jaxpaged.bridge.process import leave_memory_to_torch, refuse_after_fork
 from jaxpaged.metadata.checks import shape_text
 
@@ -143,6 +143,9 @@ class _Call:
         name = tuple(map(_signature, leaves))
         found = self._results.get(name)
         if found is None:
+            for name_of, x in zip(self._names, leaves, strict=True):
+                if isinstance(x, torch.Tensor):
+                    check_shareable(x, name_of)  # here for the dtype, which JAX may not have
             shapes = [_shape(x) if isinstance(x, torch.Tensor) else x for x in leaves]
             given = ([shapes[i] for i in self._donated], [shapes[i] for i in self._others])
             _, result = jax.eval_shape(self._computed, *given)
@@ -207,7 +210,8 @@ def _is_on(tensor: torch.Tensor, array: jax.Array) -> bool:
 
 
 def _check_new_value(name: str, old: Any, new: Any) -> None:
-    expected, got = (jax.tree.structure(x) for x in (old, new))
+    expected: Any = jax.tree.structure(old)
+    got: Any = jax.tree.structure(new)
     if expected != got:
         raise TypeError(f"function: expected to return a new value of {name} that is {expected}, got {got}")
     for was, is_now in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
@@ -240,7 +244,7 @@ def _shape(x: torch.Tensor) -> jax.ShapeDtypeStruct:
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    found = getattr(torch, jnp.dtype(dtype).name, None) if dtype != jax.dtypes.float0 else None
+    found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
         raise TypeError(f"function: it returns {dtype}, which PyTorch lacks")
     return found

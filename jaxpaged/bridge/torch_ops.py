@@ -5,7 +5,7 @@ with a `Library` and not with `custom_op`, whose wrappers in Python take longer 
 
 On a GPU they run on the current stream (`launch.py`), and can be captured in a CUDA graph once they were called, or
 warmed up, for such shapes. Eager code that counts microseconds calls them through `direct.py`. Where kernels can't be
-launched, a warning says so once, and what `set_fallback` was given serves.
+launched, a warning says so once, and JAX serves by DLPack (`dlpack_calls.py`), or what `set_fallback` was given.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,13 @@ from jaxpaged.bridge.cpu_calls import (
 )
 from jaxpaged.bridge.decode_calls import decode_on_gpu
 from jaxpaged.bridge.decode_shapes import ScoreOptions, plan_sizes
+from jaxpaged.bridge.dlpack_calls import (
+    copy_by_dlpack,
+    decode_by_dlpack,
+    plan_by_dlpack,
+    swap_by_dlpack,
+    write_by_dlpack,
+)
 from jaxpaged.bridge.launch import warn_once
 from jaxpaged.bridge.mosaic_abi import unavailable
 from jaxpaged.bridge.plan_calls import plan_on_gpu
@@ -81,18 +88,24 @@ _ON_CPU: dict[str, Callable[..., Any]] = {
     "plan_prefill": plan_prefill_on_cpu,
     "prefill": prefill_on_cpu,
 }
-_fallbacks: dict[str, Callable[..., Any]] = {}
 serving: dict[str, Callable[..., Any]] = {}
 """What serves each operator on a GPU: its function, or the fallback."""
+_fallbacks: dict[str, Callable[..., Any]] = {
+    "reshape_and_cache": write_by_dlpack,
+    "copy_blocks": copy_by_dlpack,
+    "swap_blocks": swap_by_dlpack,
+    "plan_decode": plan_by_dlpack,
+    "decode": decode_by_dlpack,
+}
 _library = torch.library.Library("jaxpaged", "DEF")
 
 
 def set_fallback(name: str, function: Callable[..., Any] | None) -> None:
-    """What serves an operator on a GPU where kernels can't be launched on PyTorch's stream; None for nothing.
+    """What serves an operator on a GPU where kernels can't be launched on PyTorch's stream, instead of JAX by DLPack.
 
     Args:
       name: of the operator.
-      function: takes the operator's arguments, and keeps to the order of the current stream.
+      function: takes the operator's arguments, and keeps to the order of the current stream; None for nothing.
     """
     if name not in _SCHEMAS:
         raise ValueError(f"name: expected one of {', '.join(_SCHEMAS)}, got {name!r}")
@@ -104,9 +117,9 @@ def set_fallback(name: str, function: Callable[..., Any] | None) -> None:
 
 def _fallback(name: str, reason: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        warn_once(reason)
         if name not in _fallbacks:
             raise NotImplementedError(f"{name}: {reason}")
+        warn_once(f"{reason}. XLA's programs serve instead: they take longer to call, and no CUDA graph captures them")
         return _fallbacks[name](*args)
 
     return call
