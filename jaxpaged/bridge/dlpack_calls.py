@@ -136,7 +136,7 @@ def decode_by_dlpack(
         raise TypeError(f"out: expected {query.dtype}, the dtype of query, got {out.dtype}")
     rows = _whole_rows(block_table)
     words, lead = _aligned_words(rows)
-    table = (*map(int, block_table.shape), rows.shape[1])
+    table = (block_table.shape[0], block_table.shape[1], rows.shape[1])
     attend = _Attention(scores, max_query_len, batch_invariant, lead, table, found.shape.group)
     cache = tensor_cache(key_cache, value_cache)
     result = torch_call(attend, cache, query.contiguous(), words, requests, slopes, sinks)
