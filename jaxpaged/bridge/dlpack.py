@@ -49,7 +49,7 @@ def to_jax(x: Any, name: str = "tensor") -> jax.Array:
     if isinstance(x, jax.Array):
         return x
     _check_kind(x, name)
-    if not _on_cpu(x):
+    if _on_gpu(x):
         refuse_capture(x.device, name)
     x = _without_grad(x, name)
     check_shareable(x, name)
@@ -63,7 +63,7 @@ def to_jax(x: Any, name: str = "tensor") -> jax.Array:
 
 
 def to_torch(array: Any, name: str = "array") -> "torch.Tensor":
-    """A tensor on the memory of a JAX or NumPy array.
+    """A tensor on the memory of a NumPy array, or of a JAX array on one device.
 
     JAX takes its arrays for immutable: write to the tensor only when nothing uses the JAX array any more. On a GPU, JAX
     knows nothing of what PyTorch's streams still do with the tensor when it is freed: keep it until they are done.
@@ -81,8 +81,11 @@ def to_torch(array: Any, name: str = "array") -> "torch.Tensor":
         if bits is None:
             return torch.from_numpy(array)
         return torch.from_numpy(array.view(bits)).view(getattr(torch, array.dtype.name))
-    (device,) = array.devices()
-    if device.platform != "cpu":
+    devices = array.devices()
+    if len(devices) != 1:
+        raise ValueError(f"{name}: expected an array on one device, got one on {len(devices)}")
+    (device,) = devices
+    if device.platform in ("gpu", "cuda"):
         refuse_capture(torch.device("cuda", device.local_hardware_id), name)
     try:
         tensor = torch.from_dlpack(array)
@@ -307,7 +310,7 @@ def _imported(x: Any) -> jax.Array:
     """By DLPack. PyTorch shares memory of its current device alone, and orders it after the current stream there."""
     if isinstance(x, np.ndarray):  # its DLPack knows neither bfloat16 nor arrays that are read-only
         return jax.device_put(x, jax.local_devices(backend="cpu")[0])
-    if x.device.type != "cuda":
+    if not _on_gpu(x):
         return jax.dlpack.from_dlpack(x, copy=False)
     import torch
 
@@ -353,7 +356,7 @@ def check_shareable(x: Any, name: str) -> None:
             f"{shape_text(strides)}; undo a transposition with physical_order, or pass the whole tensor that this is a "
             f"part of"
         )
-    place, alignment = ("the CPU", ALIGNMENT) if _on_cpu(x) else ("a GPU", GPU_ALIGNMENT)
+    place, alignment = ("a GPU", GPU_ALIGNMENT) if _on_gpu(x) else ("the CPU", ALIGNMENT)
     if _pointer(x) % alignment:
         raise ValueError(
             f"{name}: JAX shares memory of {place} only from a multiple of {alignment} bytes on, got an address "
@@ -367,8 +370,8 @@ def _check_pointer(name: str, got: int, expected: int) -> None:
         raise ValueError(f"{name}: its memory was copied instead of shared (at {got:#x}, expected {expected:#x})")
 
 
-def _on_cpu(x: Any) -> bool:
-    return isinstance(x, np.ndarray) or x.device.type == "cpu"
+def _on_gpu(x: Any) -> bool:
+    return not isinstance(x, np.ndarray) and x.device.type == "cuda"
 
 
 def _pointer(x: Any) -> int:
