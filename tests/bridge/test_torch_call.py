@@ -1,8 +1,10 @@
 """JAX functions of a user's own on PyTorch's tensors: what they return, what they write, what is refused."""
 
+import contextlib
 import gc
 import re
 import threading
+import types
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ import torch
 
 from jaxpaged import PagedBatch, gather_kv, paged_attention, write_kv
 from jaxpaged.bridge import imports, stream_order, torch_call
-from jaxpaged.bridge.dlpack import int64_words, tensor_cache, to_jax, words_to_slots
+from jaxpaged.bridge.dlpack import int64_words, refuse_capture, tensor_cache, to_jax, words_to_slots
 from jaxpaged.bridge.torch_cache import TorchCache, write_kv_
 
 call = torch_call.torch_call
@@ -250,6 +252,24 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
     args, how, error, message = bad_calls()[case]
     with pytest.raises(error, match=message):
         call(*args, **how)
+
+
+def test_memory_that_jax_did_not_keep_on_a_gpu_is_an_error() -> None:
+    elsewhere = types.SimpleNamespace(device=torch.device("cuda", 0), data_ptr=lambda: 64, numel=lambda: 4)
+    with pytest.raises(RuntimeError, match="donate: JAX didn't keep"):
+        torch_call._put(elsewhere, jnp.zeros(4))
+
+
+def test_a_capture_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        with (
+            pytest.raises(RuntimeError, match=r"step: .*no CUDA graph .*outside of the graph")
+            if capturing
+            else contextlib.nullcontext()
+        ):
+            refuse_capture(torch.device("cuda", 0), "step")
 
 
 def test_nothing_is_written_when_the_function_raises() -> None:
