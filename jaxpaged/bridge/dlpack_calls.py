@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import torch
 
 from jaxpaged.attention import paged_attention
+from jaxpaged.bridge.cache_shapes import check_one_device
 from jaxpaged.bridge.copy_calls import Blocks, block_pairs, blocks_of_layers, blocks_to_swap, swap_between_devices
 from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_shapes, plan_sizes
 from jaxpaged.bridge.dlpack import ALIGNMENT, tensor_cache, words_to_slots
@@ -99,6 +100,7 @@ def plan_by_dlpack(
     num_reqs = block_table.shape[0]
     for name, x, size in (("seq_lens", seq_lens, num_reqs), ("query_start_loc", query_start_loc, num_reqs + 1)):
         check_shape(name, x.shape, (size,))
+        check_one_device(key_cache, **{name: x})
         if x.dtype != torch.int32:
             raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
     how = (max_query_len, batch_invariant, ScoreOptions(*scores))
@@ -131,6 +133,7 @@ def decode_by_dlpack(
     """See `decode_calls.decode_on_gpu`."""
     scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
     found = decode_shapes(query, key_cache, value_cache, block_table, max_query_len, batch_invariant, scores)
+    check_shape("requests", requests.shape, (found.rows + 1, field.NUM_FIELDS))
     check_shape("out", out.shape, (*query.shape[:2], value_cache.shape[3]))
     if out.dtype != query.dtype:
         raise TypeError(f"out: expected {query.dtype}, the dtype of query, got {out.dtype}")

@@ -119,6 +119,9 @@ def bad_calls() -> dict[str, Any]:
     query, key, value, table, lens, starts = inputs()
     write, copy, swap = dlpack_calls.write_by_dlpack, dlpack_calls.copy_by_dlpack, dlpack_calls.swap_by_dlpack
     plan = (dlpack_calls.plan_by_dlpack, query, key, value, table)
+    decode = (dlpack_calls.decode_by_dlpack, query, key, value, table)
+    rest = (lens, lens, None, None, 1, False, *SCORES)
+    requests, *_ = dlpack_calls.plan_by_dlpack(query, key, value, table, lens, starts, 1, False, *SCORES)
     return {
         "slots": ((write, rows, rows, *caches(), slots.float(), "auto", None, None), "slot_mapping: .*torch.int32"),
         "heads": ((write, rows[:, :1], rows, *caches(), slots, "auto", None, None), r"key: expected shape"),
@@ -131,6 +134,9 @@ def bad_calls() -> dict[str, Any]:
         "mapping": ((copy, [key], [value], pairs[0]), "block_mapping: expected shape"),
         "swap": ((swap, key, value[:, :8], pairs), "dst: expected shape"),
         "lens": ((*plan, lens.long(), starts, 1, False, *SCORES), "seq_lens: expected torch.int32"),
+        "device": ((*plan, lens.to("meta"), starts, 1, False, *SCORES), "seq_lens: expected a tensor on cpu"),
+        "plan": ((*decode, lens, *rest, query), "requests: expected shape"),
+        "out": ((*decode, requests, *rest, query.float()), "out: expected torch.bfloat16"),
         "starts": ((*plan, lens, starts[:-1], 1, False, *SCORES), "query_start_loc: expected shape"),
     }
 
