@@ -275,10 +275,10 @@ def freed_while_it_is_read(other_stream: bool) -> tuple[float, bool]:
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream() if other_stream else torch.cuda.current_stream()):
         torch_call(slow, y, x, donate=[0])
-    address = x.data_ptr()
+    start, end = x.data_ptr(), x.data_ptr() + x.nbytes
     del x
     garbage = [torch.full(((1 << 20) + 1,), 9.0, device="cuda") for _ in range(32)]
-    taken = address in [x.data_ptr() for x in garbage]
+    taken = any(g.data_ptr() < end and start < g.data_ptr() + g.nbytes for g in garbage)
     torch.cuda.synchronize()
     return float(y.mean()), taken
 
