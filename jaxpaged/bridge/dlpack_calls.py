@@ -6,7 +6,7 @@ slot mapping. No CUDA graph can capture them, and each number of requests is com
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import torch
@@ -17,6 +17,7 @@ from jaxpaged.bridge.copy_calls import Blocks, block_pairs, blocks_of_layers, bl
 from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_shapes, plan_sizes
 from jaxpaged.bridge.dlpack import ALIGNMENT, tensor_cache, words_to_slots
 from jaxpaged.bridge.plan_calls import Plan
+from jaxpaged.bridge.prefill_shapes import plan_numbers, prefill_shapes, prefill_workspace_bytes
 from jaxpaged.bridge.torch_cache import check_ints, stored_dtype
 from jaxpaged.bridge.torch_call import torch_call
 from jaxpaged.bridge.write_calls import engine_cache, pieces
@@ -94,18 +95,21 @@ def plan_by_dlpack(
     query_start_loc: torch.Tensor,
     max_query_len: int,
     batch_invariant: bool,
-    *scores: Any,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    soft_cap: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> Plan:
     """See `plan_calls.plan_on_gpu`; lengths and starts alone are in it, for `decode_by_dlpack`."""
-    num_reqs = block_table.shape[0]
-    for name, x, size in (("seq_lens", seq_lens, num_reqs), ("query_start_loc", query_start_loc, num_reqs + 1)):
-        check_shape(name, x.shape, (size,))
-        check_one_device(key_cache, **{name: x})
-        if x.dtype != torch.int32:
-            raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
-    how = (max_query_len, batch_invariant, ScoreOptions(*scores))
+    _check_batch(key_cache, block_table, seq_lens, query_start_loc)
+    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
+    how: Any = (max_query_len, batch_invariant, scores, k_scale, v_scale)
     *sizes, workspace = plan_sizes(query, key_cache, value_cache, block_table, *how)
     requests, shares = (torch.zeros(size, dtype=torch.int32, device=query.device) for size in sizes)
+    num_reqs = block_table.shape[0]
     requests[:num_reqs, field.KV_LEN] = seq_lens
     requests[: num_reqs + 1, field.Q_START] = query_start_loc
     return requests, shares, torch.empty(workspace, dtype=torch.uint8, device=query.device)
@@ -129,21 +133,85 @@ def decode_by_dlpack(
     window_right: int,
     soft_cap: float,
     out: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """See `decode_calls.decode_on_gpu`."""
     scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-    found = decode_shapes(query, key_cache, value_cache, block_table, max_query_len, batch_invariant, scores)
+    how: Any = (max_query_len, batch_invariant, scores, k_scale, v_scale)
+    found = decode_shapes(query, key_cache, value_cache, block_table, *how)
     check_shape("requests", requests.shape, (found.rows + 1, field.NUM_FIELDS))
-    check_shape("out", out.shape, (*query.shape[:2], value_cache.shape[3]))
-    if out.dtype != query.dtype:
-        raise TypeError(f"out: expected {query.dtype}, the dtype of query, got {out.dtype}")
-    rows = _whole_rows(block_table)
-    words, lead = _aligned_words(rows)
-    table = (block_table.shape[0], block_table.shape[1], rows.shape[1])
-    attend = _Attention(scores, max_query_len, batch_invariant, lead, table, found.shape.group)
-    cache = tensor_cache(key_cache, value_cache)
-    result = torch_call(attend, cache, query.contiguous(), words, requests, slopes, sinks)
-    out.copy_(result)
+    num_reqs, num_heads, group = block_table.shape[0], query.shape[1], found.shape.group
+    lens, starts = requests[:num_reqs, field.KV_LEN], requests[: num_reqs + 1, field.Q_START]
+    by_head = [None if x is None else x[..., :group].reshape(-1, num_heads) for x in (slopes, sinks)]
+    cache = tensor_cache(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale)
+    attend = _Attention.of(scores, max_query_len, batch_invariant, block_table)
+    attend.write(cache, query, block_table, (lens, starts), by_head, out, None if lse is None else lse.T)
+
+
+def plan_prefill_by_dlpack(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    batch_invariant: bool,
+    *scores: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `prefill_plan_calls.plan_prefill_on_gpu`; lengths and starts come first in the plan, and no more is in it."""
+    _check_batch(key_cache, block_table, seq_lens, query_start_loc)
+    found = prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, ScoreOptions(*scores))
+    numbers, workspace = 2 * block_table.shape[0] + 1, 0
+    if query.device.type == "cuda":  # as large as the operator's fake says
+        numbers = max(numbers, plan_numbers(found.fields()))
+        workspace = prefill_workspace_bytes(found, block_table, query)
+    plan = torch.zeros(numbers, dtype=torch.int32, device=query.device)
+    torch.cat([seq_lens, query_start_loc], out=plan[: 2 * block_table.shape[0] + 1])
+    return plan, torch.empty(workspace, dtype=torch.uint8, device=query.device)
+
+
+def prefill_by_dlpack(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    plan: torch.Tensor,
+    workspace: torch.Tensor,
+    slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    decode_slopes: torch.Tensor | None,
+    decode_sinks: torch.Tensor | None,
+    batch_invariant: bool,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    soft_cap: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """See `prefill_calls.prefill_on_gpu`."""
+    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
+    prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, scores)  # checks them
+    num_reqs = block_table.shape[0]
+    batch = (plan[:num_reqs], plan[num_reqs : 2 * num_reqs + 1])
+    by_head = [slopes, None if sinks is None else sinks[None]]
+    attend = _Attention.of(scores, None, batch_invariant, block_table)
+    attend.write(tensor_cache(key_cache, value_cache), query, block_table, batch, by_head, out, lse)
+
+
+def _check_batch(
+    key_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
+) -> None:
+    num_reqs = block_table.shape[0]
+    for name, x, size in (("seq_lens", seq_lens, num_reqs), ("query_start_loc", query_start_loc, num_reqs + 1)):
+        check_shape(name, x.shape, (size,))
+        check_one_device(key_cache, **{name: x})
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
 
 
 def aligned_pieces(num_tokens: int) -> list[tuple[int, int]]:
@@ -179,30 +247,61 @@ class _Attention:
     Attributes:
       lead: words before the block table.
       table: its rows and columns, and how many words apart rows are.
-      group: query heads that share a kv head.
     """
 
     scores: ScoreOptions
-    max_query_len: int
+    max_query_len: int | None
     batch_invariant: bool
     lead: int
     table: tuple[int, int, int]
-    group: int
 
-    def __call__(self, cache: KVCache, query: Any, words: Any, requests: Any, slopes: Any, sinks: Any) -> Any:
+    @classmethod
+    def of(
+        cls, scores: ScoreOptions, max_query_len: int | None, batch_invariant: bool, block_table: torch.Tensor
+    ) -> Self:
+        rows = _whole_rows(block_table)
+        table = (block_table.shape[0], block_table.shape[1], rows.shape[1])
+        return cls(scores, max_query_len, batch_invariant, _aligned_words(rows)[1], table)
+
+    def write(
+        self,
+        cache: KVCache,
+        query: torch.Tensor,
+        block_table: torch.Tensor,
+        batch: Sequence[torch.Tensor],
+        by_head: Sequence[torch.Tensor | None],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Attention to `out` [num_tokens, num_heads, v_head_size] and `lse` [num_heads, num_tokens].
+
+        Args:
+          batch: lengths and starts.
+          by_head: slopes [1 or num_reqs, num_heads] and sinks [1, num_heads].
+        """
+        check_shape("out", out.shape, (*query.shape[:2], cache.v_head_size))
+        if out.dtype != query.dtype:
+            raise TypeError(f"out: expected {query.dtype}, the dtype of query, got {out.dtype}")
+        if lse is not None:
+            check_shape("lse", lse.shape, (query.shape[1], query.shape[0]))
+        words, _ = _aligned_words(_whole_rows(block_table))
+        numbers = (x.clone(memory_format=torch.contiguous_format) for x in batch)  # where JAX shares memory
+        given = (None if x is None else x.contiguous() for x in by_head)
+        result, lses = torch_call(self, cache, query.contiguous(), words, *numbers, *given)
+        out.copy_(result)
+        if lse is not None:
+            lse.copy_(lses)
+
+    def __call__(
+        self, cache: KVCache, query: Any, words: Any, lens: Any, starts: Any, slopes: Any, sinks: Any
+    ) -> tuple[Any, Any]:
         num_reqs, columns, apart = self.table
         options = self.scores.options()
-        by_head = [None if x is None else x[..., : self.group].reshape(-1, query.shape[1]) for x in (slopes, sinks)]
-        slopes, sinks = by_head
         return paged_attention(
             query,
             cache,
             PagedBatch(
-                words[self.lead :].reshape(num_reqs, apart)[:, :columns],
-                requests[:num_reqs, field.KV_LEN],
-                requests[: num_reqs + 1, field.Q_START],
-                None,
-                self.max_query_len,
+                words[self.lead :].reshape(num_reqs, apart)[:, :columns], lens, starts, None, self.max_query_len
             ),
             scale=options.scale,
             causal=options.causal,
@@ -211,6 +310,7 @@ class _Attention:
             alibi_slopes=slopes[0] if slopes is not None and len(slopes) == 1 else slopes,
             sinks=None if sinks is None else sinks[0],
             batch_invariant=self.batch_invariant,
+            return_lse=True,
         )
 
 

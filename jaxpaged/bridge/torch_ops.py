@@ -29,6 +29,8 @@ from jaxpaged.bridge.dlpack_calls import (
     copy_by_dlpack,
     decode_by_dlpack,
     plan_by_dlpack,
+    plan_prefill_by_dlpack,
+    prefill_by_dlpack,
     swap_by_dlpack,
     write_by_dlpack,
 )
@@ -96,6 +98,8 @@ _fallbacks: dict[str, Callable[..., Any]] = {
     "swap_blocks": swap_by_dlpack,
     "plan_decode": plan_by_dlpack,
     "decode": decode_by_dlpack,
+    "plan_prefill": plan_prefill_by_dlpack,
+    "prefill": prefill_by_dlpack,
 }
 _library = torch.library.Library("jaxpaged", "DEF")
 
@@ -116,11 +120,11 @@ def set_fallback(name: str, function: Callable[..., Any] | None) -> None:
 
 
 def _fallback(name: str, reason: str) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         if name not in _fallbacks:
             raise NotImplementedError(f"{name}: {reason}")
         warn_once(f"{reason}. XLA's programs serve instead: they take longer to call, and no CUDA graph captures them")
-        return _fallbacks[name](*args)
+        return _fallbacks[name](*args, **options)
 
     return call
 

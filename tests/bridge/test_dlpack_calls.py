@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_ops import DECODES, SCORES, inputs
+from test_torch_ops import DECODES, QUANTIZED, SCORES, inputs
 
 from jaxpaged.bridge import dlpack_calls, torch_ops
 from jaxpaged.bridge.decode_calls import by_column
@@ -111,6 +111,43 @@ def test_decodes(name: str) -> None:
         decode(query, key, value, table, *made, slopes, sinks, *how, *scores, out)
         outs.append(out)
     assert torch.equal(*outs) and outs[0].any()
+
+
+@pytest.mark.parametrize("name", [name for name in DECODES if name != "batch invariant"])
+def test_prefills(name: str) -> None:
+    given = DECODES[name]
+    query, key, value, table, lens, starts = inputs((3, 60, 9), given.get("padding", 0))
+    scores, options = given.get("scores", SCORES), given.get("expected", {})
+    slopes, sinks = options.get("alibi_slopes"), options.get("s_aux")
+    by_head = (slopes if slopes is None else slopes.view(-1, 8), sinks, None, None)
+    found = []
+    for plan, prefill in (
+        (dlpack_calls.plan_prefill_by_dlpack, dlpack_calls.prefill_by_dlpack),
+        (ops.plan_prefill, ops.prefill),
+    ):
+        made = plan(query, key, value, table, lens, starts, False, *scores)
+        out, lse = torch.full_like(query, torch.nan), torch.full((8, len(query)), torch.nan)
+        prefill(query, key, value, table, starts, *made, *by_head, False, *scores, out, lse)
+        found.append((out, lse))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True)) and found[0][0].any()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_8_bit_decodes(name: str) -> None:
+    dtype, scales = QUANTIZED[name]
+    query, *kv, table, lens, starts = inputs()
+    kv = [(x * 30).to(dtype) if dtype == torch.int8 else x.to(dtype) for x in kv]
+    given = [None if x is None else x.clone() for x in scales]
+    found = []
+    for plan, decode in (
+        (dlpack_calls.plan_by_dlpack, dlpack_calls.decode_by_dlpack),
+        (ops.plan_decode, ops.decode),
+    ):
+        made = plan(query, *kv, table, lens, starts, 1, False, *SCORES, *given)
+        out, lse = torch.full_like(query, torch.nan), torch.full((3, 8), torch.nan)
+        decode(query, *kv, table, *made, None, None, 1, False, *SCORES, out, *given, lse)
+        found.append((out, lse))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True)) and found[0][0].any()
 
 
 def bad_calls() -> dict[str, Any]:
