@@ -537,7 +537,7 @@ def _place(shape: PrefillShape, operands: Operands, item: Item, first_pos: Any, 
     slope = None
     if operands.slopes is not None:
         slopes_row = operands.slopes.at[_slopes_row(operands, item)]
-        slope = _of_head_slots(shape, slopes_row, item, size, iota(size, 0))
+        slope = _of_head_slots(shape, slopes_row, item.head, lax.axis_index("wg"), size, iota(size, 0))
     return TilePlace(item.table_row, head, q_pos, kv_pos, slope)
 
 
@@ -549,12 +549,12 @@ def _slopes_row(operands: Operands, item: Item) -> Any:
     return item.table_row if operands.slopes.shape[0] > 1 else 0
 
 
-def _of_head_slots(shape: PrefillShape, values: Any, item: Item, size: tuple[int, ...], row: Any) -> Any:
+def _of_head_slots(shape: PrefillShape, values: Any, plan_head: Any, wg: Any, size: tuple[int, ...], row: Any) -> Any:
     """A packed tile's values per query head, from a ref [num_heads], as an array of `size` whose rows are `row`."""
     result = jnp.zeros(size, jnp.float32)
-    first = lax.axis_index("wg") * shape.heads_per_wg
+    first = wg * shape.heads_per_wg
     for slot in range(shape.heads_per_wg):
-        head = jnp.minimum(first + slot, shape.group - 1) + item.head * shape.group
+        head = jnp.minimum(first + slot, shape.group - 1) + plan_head * shape.group
         mine = _head_slot(shape, row) == slot
         result = jnp.where(mine, jnp.full(size, values[head]), result)
     return result
@@ -603,7 +603,8 @@ def _store(
     """Divide by the sums and send the rows that belong to the request to the output."""
     weight, lse = normalized(state.peak, state.total)
     if operands.sinks is not None:
-        weight = with_sink(weight, lse, _sinks(shape, operands, item))
+        sinks = sinks_of_rows(shape, operands.sinks, item.head, lax.axis_index("wg"))
+        weight = with_sink(weight, lse, sinks)
     out = [a * lax.broadcast_in_dim(weight, a.shape, [0]) for a in state.acc]
     if shape.in_parts:
         _store_part(shape, operands, item, k, out, lse)
@@ -671,10 +672,10 @@ def _send(
             plgpu.copy_smem_to_gmem(source, operands.out.at[pl.ds(row, count), q_head, columns])
 
 
-def _sinks(shape: PrefillShape, operands: Operands, item: Item) -> Any:
-    """The sink of each row of this warpgroup."""
+def sinks_of_rows(shape: PrefillShape, sinks: Any, plan_head: Any, wg: Any) -> Any:
+    """The sink of each row of a warpgroup, from a ref [num_heads]."""
     if not shape.tiling.packed or shape.splits_tokens:
-        head = item.head if not shape.tiling.packed else item.head * shape.group
-        return plgpu.layout_cast(jnp.full((WG_ROWS,), operands.sinks[head]), BY_ROW)
+        head = plan_head if not shape.tiling.packed else plan_head * shape.group
+        return plgpu.layout_cast(jnp.full((WG_ROWS,), sinks[head]), BY_ROW)
     row = plgpu.layout_cast(plgpu.broadcasted_iota(jnp.int32, (WG_ROWS,), 0, layout=BY_ROW), BY_ROW)
-    return _of_head_slots(shape, operands.sinks, item, (WG_ROWS,), row)
+    return _of_head_slots(shape, sinks, plan_head, wg, (WG_ROWS,), row)

@@ -14,7 +14,7 @@ from jaxpaged.pallas import prefill_plan as field
 from jaxpaged.pallas.fragments import BY_ROW
 from jaxpaged.pallas.mosaic import Interpreter, kernel, store
 from jaxpaged.pallas.paged_tiles import CHUNK
-from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape
+from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape, sinks_of_rows
 from jaxpaged.pallas.prefill_plan import PrefillPlan
 from jaxpaged.pallas.scores import normalized, with_sink
 
@@ -112,7 +112,8 @@ def _merge_tile(shape: PrefillShape, operands: _Operands, tile: _Tile, o_s: Any,
     peak, total, acc = _merged(operands, tile)
     weight, lse = normalized(peak, total)
     if operands.sinks is not None:
-        weight = with_sink(weight, lse, _sinks(shape, operands, tile))
+        sinks = sinks_of_rows(shape, operands.sinks, tile.head, lax.axis_index("half"))
+        weight = with_sink(weight, lse, sinks)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was sent before has left shared memory
     store(o_s, (acc * lax.broadcast_in_dim(weight, SIZE, [0])).astype(shape.out_dtype))
     if operands.lse is not None:
@@ -146,24 +147,6 @@ def _merged(operands: _Operands, tile: _Tile) -> tuple[Any, Any, Any]:
     peak, total = (plgpu.layout_cast(jnp.full((WG_ROWS,), x, jnp.float32), BY_ROW) for x in (-jnp.inf, 0.0))
     acc = plgpu.layout_cast(jnp.zeros(SIZE, jnp.float32), plgpu.Layout.WGMMA)
     return lax.fori_loop(tile.part, tile.part + operands.parts[0], add, (peak, total, acc))
-
-
-def _sinks(shape: PrefillShape, operands: _Operands, tile: _Tile) -> Any:
-    """The sink of each row."""
-
-    def by_row(value: Any) -> Any:
-        return plgpu.layout_cast(jnp.full((WG_ROWS,), value), BY_ROW)
-
-    if not shape.tiling.packed or shape.splits_tokens:
-        return by_row(operands.sinks[tile.head * (shape.group if shape.tiling.packed else 1)])
-    row = plgpu.layout_cast(plgpu.broadcasted_iota(jnp.int32, (WG_ROWS,), 0, layout=BY_ROW), BY_ROW)
-    first = lax.axis_index("half") * shape.heads_per_wg
-    result = by_row(jnp.float32(0))
-    for slot in range(shape.heads_per_wg):
-        head = tile.head * shape.group + jnp.minimum(first + slot, shape.group - 1)
-        mine = row >> (shape.wg_tokens.bit_length() - 1) == slot
-        result = jnp.where(mine, by_row(operands.sinks[head]), result)
-    return result
 
 
 def _send(shape: PrefillShape, operands: _Operands, tile: _Tile, o_s: Any, wg: int) -> None:
