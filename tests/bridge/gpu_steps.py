@@ -165,3 +165,17 @@ class Model:
 
     def state(self) -> list[torch.Tensor]:
         return [x.clone() for x in (*self.outs, *(t for cache in self.caches for t in cache))]
+
+
+def allocations_of_a_thousand(run: Callable[[], Any]) -> int:
+    """How many allocations a thousand calls make, after which the allocator must hold what it held before."""
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()
+    for _ in range(1000):
+        run()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    for name in ("allocated_bytes.all.current", "reserved_bytes.all.current", "segment.all.allocated"):
+        assert after[name] == before[name], name
+    return after["allocation.all.allocated"] - before["allocation.all.allocated"]
