@@ -8,12 +8,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 
 from jaxpaged.backends.checks import check_int_tensor, check_tensors
-from jaxpaged.bridge.dlpack import to_numpy
+from jaxpaged.bridge.dlpack import on_cpu, to_numpy
 from jaxpaged.metadata.block_table import physical_to_logical
 from jaxpaged.metadata.buckets import next_bucket
 from jaxpaged.metadata.slots import request_ids
@@ -62,7 +61,7 @@ def physical_to_logical_mapping(block_table: torch.Tensor, total_blocks: int | N
     num_reqs, width = table.shape
     padded = np.full((next_bucket(num_reqs), next_bucket(width)), -1, table.dtype)  # few shapes, few compilations
     padded[:num_reqs, :width] = table
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with on_cpu():
         inverse = np.asarray(physical_to_logical(padded, total_blocks, reserve_block_zero=True))
     return torch.from_numpy(inverse[:num_reqs].astype(np.int64))
 

@@ -17,7 +17,7 @@ import torch
 
 from jaxpaged.attention import join_options, make_options, paged_attention, split_options
 from jaxpaged.backends.positions import ByPhysicalIndex, OneBatch
-from jaxpaged.bridge.dlpack import ALIGNMENT, to_numpy, to_torch
+from jaxpaged.bridge.dlpack import ALIGNMENT, on_cpu, to_numpy, to_torch
 from jaxpaged.bridge.shared_table import SharedTable
 from jaxpaged.merge import merge_attention_states
 from jaxpaged.metadata.batch import PagedBatch
@@ -77,7 +77,7 @@ def paged_call(
     num_reqs, columns = table.shape
     rows, width = _coarse(num_reqs), _coarse(columns)
     lens = np.minimum(seq_lens, columns * cache.block_size)
-    with _on_cpu():
+    with on_cpu():
         batch = PagedBatch(
             block_table=_padded_table(table, rows, width),
             seq_lens=_extended(lens, rows, 0),
@@ -105,7 +105,7 @@ def ragged_call(
     """Attention to packed keys and values [total_kv, num_kv_heads, head_size]; otherwise as `paged_call`."""
     rows = _coarse(len(starts) - 1)
     total_kv = _fine(key.shape[0])
-    with _on_cpu():
+    with on_cpu():
         checked = make_options(num_heads=query.shape[1], num_reqs=rows, **_for_jax(options, rows))
         arrays, static = split_options(checked)
         out, lse = _ragged(
@@ -130,7 +130,7 @@ def merge_call(outputs: list[torch.Tensor], lses: list[torch.Tensor]) -> State:
     for i, (out, lse) in enumerate(zip(outputs, lses, strict=True)):
         states[i, :num_tokens] = out.detach()
         state_lses[i, :, :num_tokens] = lse.detach()
-    with _on_cpu():
+    with on_cpu():
         out, lse = merge_attention_states(to_numpy(states), to_numpy(state_lses))
         return _results(out, lse, num_tokens)
 
@@ -220,11 +220,6 @@ def _results(out: Any, lse: Any, num_tokens: int) -> State:
     # PyTorch may free or rewrite what the computation reads once this returns: it must have finished.
     jax.block_until_ready((out, lse))
     return to_torch(out)[:num_tokens], None if lse is None else to_torch(lse)[:, :num_tokens].contiguous()
-
-
-def _on_cpu() -> Any:
-    """Where JAX has a GPU as well, NumPy arrays would go there."""
-    return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 def _fine(size: int) -> int:

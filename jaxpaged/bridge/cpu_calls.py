@@ -9,12 +9,13 @@ import torch
 
 from jaxpaged.attention import paged_attention
 from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_cut, decode_shapes
-from jaxpaged.bridge.dlpack import share_kv_cache, to_numpy, to_torch
+from jaxpaged.bridge.dlpack import on_cpu, share_kv_cache, to_numpy, to_torch
 from jaxpaged.bridge.plan_calls import Plan
 from jaxpaged.bridge.prefill_shapes import prefill_shapes
 from jaxpaged.bridge.torch_cache import TorchCache, stored_dtype, swap_tensor_, write_kv_
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.pallas import decode_plan as field
+from jaxpaged.reference.attention import AttentionOptions
 
 
 def write_on_cpu(
@@ -75,7 +76,7 @@ def plan_on_cpu(
     cut = decode_cut(found, query.shape[0], batch_invariant)
     lens, starts = (x.detach().numpy() for x in (seq_lens, query_start_loc))
     batch = PagedBatch(np.ascontiguousarray(block_table.numpy()), lens, starts, None, max_query_len)
-    with _on_cpu():
+    with on_cpu():
         plan = field.plan_decode(
             found.cache.cache,
             jax.tree.map(jax.numpy.asarray, batch),
@@ -121,32 +122,11 @@ def decode_on_cpu(
     found = decode_shapes(query, key_cache, value_cache, block_table, *how)
     group, num_reqs = found.shape.group, block_table.shape[0]
     by_head = [None if x is None else x[..., :group].reshape(-1, query.shape[1]) for x in (slopes, sinks)]
-    rows = requests.detach().numpy()
-    with _on_cpu():
-        result, lses = paged_attention(
-            to_numpy(query.contiguous()),
-            share_kv_cache(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale),
-            PagedBatch(
-                jax.numpy.asarray(np.ascontiguousarray(block_table.numpy())),
-                jax.numpy.asarray(rows[:num_reqs, field.KV_LEN]),
-                jax.numpy.asarray(rows[: num_reqs + 1, field.Q_START]),
-                None,
-                max_query_len,
-            ),
-            scale=scale,
-            causal=causal,
-            window=found.options.window,
-            soft_cap=found.options.soft_cap,
-            alibi_slopes=None if by_head[0] is None else _one_or_each(by_head[0].numpy()),
-            sinks=None if by_head[1] is None else by_head[1][0].numpy(),
-            batch_invariant=batch_invariant,
-            return_lse=True,
-            implementation="reference",
-        )
-        jax.block_until_ready((result, lses))
-    out.copy_(to_torch(result))
-    if lse is not None:
-        lse.copy_(to_torch(lses).T)
+    cache = (key_cache, value_cache, k_scale, v_scale)
+    lens, starts = requests[:num_reqs, field.KV_LEN], requests[: num_reqs + 1, field.Q_START]
+    batch = (block_table, lens, starts, max_query_len)
+    lses = None if lse is None else lse.T
+    _attend(query, cache, batch, found.options, by_head[0], by_head[1], batch_invariant, out, lses)
 
 
 def plan_prefill_on_cpu(
@@ -189,33 +169,54 @@ def prefill_on_cpu(
     """See `prefill_calls.prefill_on_gpu`."""
     scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
     found = prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, scores)
-    table = np.ascontiguousarray(block_table.numpy())
-    lens, starts = plan.detach().numpy()[: len(table)], plan.detach().numpy()[len(table) :]
-    with _on_cpu():
-        result = paged_attention(
+    num_reqs = block_table.shape[0]
+    batch = (block_table, plan[:num_reqs], plan[num_reqs:], None)
+    cache = (key_cache, value_cache, None, None)
+    by_head = (slopes, None if sinks is None else sinks[None])
+    _attend(query, cache, batch, found.options, *by_head, batch_invariant, out, lse)
+
+
+def _attend(
+    query: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int | None],
+    options: AttentionOptions,
+    slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    batch_invariant: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Attention by the reference to `out` [num_tokens, num_heads, v_head_size] and `lse` [num_heads, num_tokens].
+
+    Args:
+      cache: keys, values and their scales.
+      batch: the block table, lengths, starts and the most new tokens of a request.
+      slopes, sinks: [1 or num_reqs, num_heads] and [1, num_heads].
+    """
+    arrays = (np.ascontiguousarray(x.detach().numpy()) for x in batch[:3])
+    with on_cpu():
+        table, lens, starts = map(jax.numpy.asarray, arrays)
+        result, lses = paged_attention(
             to_numpy(query.contiguous()),
-            share_kv_cache(key_cache, value_cache),
-            PagedBatch(jax.numpy.asarray(table), jax.numpy.asarray(lens), jax.numpy.asarray(starts), None, None),
-            scale=scale,
-            causal=causal,
-            window=found.options.window,
-            soft_cap=found.options.soft_cap,
+            share_kv_cache(*cache[:2], k_scale=cache[2], v_scale=cache[3]),
+            PagedBatch(table, lens, starts, None, batch[3]),
+            scale=options.scale,
+            causal=options.causal,
+            window=options.window,
+            soft_cap=options.soft_cap,
             alibi_slopes=None if slopes is None else _one_or_each(slopes.detach().numpy()),
-            sinks=None if sinks is None else sinks.detach().numpy(),
+            sinks=None if sinks is None else sinks[0].detach().numpy(),
             batch_invariant=batch_invariant,
             return_lse=True,
             implementation="reference",
         )
-        jax.block_until_ready(result)
-    out.copy_(to_torch(result[0]))
+        jax.block_until_ready((result, lses))
+    out.copy_(to_torch(result))
     if lse is not None:
-        lse.copy_(to_torch(result[1]))
+        lse.copy_(to_torch(lses))
 
 
 def _one_or_each(slopes: np.ndarray) -> np.ndarray:
     """Slopes [num_heads] where all requests have the same, else as they are."""
     return slopes[0] if len(slopes) == 1 else slopes
-
-
-def _on_cpu() -> Any:
-    return jax.default_device(jax.local_devices(backend="cpu")[0])

@@ -96,6 +96,11 @@ def to_torch(array: Any, name: str = "array") -> "torch.Tensor":
     return tensor
 
 
+def on_cpu() -> Any:
+    """A context in which NumPy arrays stay on the CPU: where JAX has a GPU as well, they would go there."""
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
+
+
 def to_numpy(x: Any, name: str = "tensor") -> np.ndarray:
     """A NumPy array on the memory of a CPU tensor, of any strides, or of a JAX array on the CPU (then read-only).
 
