@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
-from jaxpaged.pallas.decode import DecodeShape
+from jaxpaged.pallas.decode import DecodeShape, reduction_bytes
 from jaxpaged.pallas.eight_bits import product_dtype
 from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape
 from jaxpaged.pallas.prefill_plan import PrefillTiling
@@ -17,11 +17,11 @@ SMEM_BYTES = 232_448
 """Shared memory that a CTA may have."""
 LEAST_TILE = 64
 MOST_DECODED_ROWS = 64
-_SMEM_OF_TWO = 96 * 1024
-_SMEM_OF_ONE = 200 * 1024
-"""Bytes of shared memory for the ring of a CTA where two fit on a multiprocessor, and where one does."""
-_SMALL_BYTES = 4096
-"""Lses, barriers and what reductions need."""
+SMEM_BYTES_OF_TWO = 115_712
+"""Shared memory that each of two CTAs of a multiprocessor may have."""
+ALIGNMENT = 1024
+"""Bytes; where a buffer of shared memory may begin."""
+_BARRIER_BYTES = 512
 _MANY = 2**30
 
 
@@ -55,10 +55,9 @@ def decode_config(
     tiles = gpu.decode_tiles(decode_call(query, cache, batch, batch_invariant, max_query_len))
     rows = group * max_query_len
     tile = tiles.tile if _stages_that_fit(cache, rows, tiles.tile) >= 2 else LEAST_TILE
-    ring, widened = _ring_bytes(cache, tile)
-    ctas_per_sm = tiles.ctas_per_sm if (_SMEM_OF_TWO - widened) // ring >= 3 else 1
-    room = (_SMEM_OF_TWO if ctas_per_sm == 2 else _SMEM_OF_ONE) - widened
-    stages = max(2, min(tiles.most_stages, room // ring, _stages_that_fit(cache, rows, tile)))
+    of_two = _stages_that_fit(cache, rows, tile, SMEM_BYTES_OF_TWO)
+    ctas_per_sm = tiles.ctas_per_sm if of_two >= 3 else 1
+    stages = min(tiles.most_stages, of_two if ctas_per_sm == 2 else _stages_that_fit(cache, rows, tile))
     num_shares = max(1, ctas_per_sm * gpu.num_sms // cache.num_kv_heads)
     return DecodeShape(
         layout=cache.layout,
@@ -84,21 +83,18 @@ def most_decoded_rows(cache: KVCache) -> int:
     return next((rows for rows in columns if _stages_that_fit(cache, rows, LEAST_TILE) >= 2), 0)
 
 
-def _stages_that_fit(cache: KVCache, rows: int, tile: int) -> int:
-    """Tiles of decode's ring for which a CTA has shared memory, beside queries, weights, output and widened values."""
-    ring, widened = _ring_bytes(cache, tile)
+def _stages_that_fit(cache: KVCache, rows: int, tile: int, room: int = SMEM_BYTES) -> int:
+    """Tiles of decode's ring for which shared memory has room, beside queries, weights, output and widened values."""
+    columns = -(-rows // 8) * 8
     k_size, v_size = _padded_sizes(cache)
-    query_slots = 4 if cache.quantized else 2
-    others = -(-rows // 8) * 8 * (query_slots * k_size * 2 + tile * 2 + v_size * 4 + 132)  # the last for reductions
-    return (SMEM_BYTES - _SMALL_BYTES - widened - others) // ring
-
-
-def _ring_bytes(cache: KVCache, tile: int) -> tuple[int, int]:
-    """Bytes of a tile of decode's keys and values, and of its values in the products' type if they need widening."""
-    widened = tile * cache.v_head_size * 2 if cache.quantized else 0
-    by_row = cache.k_scale is not None and cache.k_scale.ndim == 3
-    scales = 2 * tile * cache.num_kv_heads * 4 if by_row else 0
-    return tile * sum(_padded_sizes(cache)) * cache.dtype.itemsize + scales, widened
+    query = 2 * columns * k_size * 2
+    others = [query, columns * tile * 2, columns * v_size * 4, 2 * columns * 4, reduction_bytes(columns)]
+    if cache.quantized:
+        others += [query, tile * v_size * 2]
+    row_scales = tile * cache.num_kv_heads * 4 if cache.k_scale is not None and cache.k_scale.ndim == 3 else 0
+    ring = tile * (k_size + v_size) * cache.dtype.itemsize + 2 * row_scales
+    aligned = sum(-(-n // ALIGNMENT) * ALIGNMENT for n in others) + (2 * ALIGNMENT if row_scales % ALIGNMENT else 0)
+    return (room - _BARRIER_BYTES - aligned) // ring
 
 
 def _padded_sizes(cache: KVCache) -> tuple[int, int]:

@@ -112,11 +112,6 @@ class DecodeShape:
         return PagedTiles(which, self.layout, self.dims, self.buffer_dtype, self.tile, self.stages)
 
     @property
-    def reduction_bytes(self) -> int:
-        """Shared memory for a number of each row and thread, so that all maxima are found in one meeting of threads."""
-        return max(2048, 128 * self.columns)
-
-    @property
     def quantized(self) -> bool:
         return self.cache_dtype in QUANTIZED_DTYPES
 
@@ -157,6 +152,10 @@ class Operands(NamedTuple):
     whole_lse: Any = None
 
 
+LSE = 0
+"""The row of `Memory.by_column` for lses."""
+
+
 class Memory(NamedTuple):
     """Shared memory and barriers of a CTA."""
 
@@ -166,11 +165,10 @@ class Memory(NamedTuple):
     k_scales: Any = None
     v_scales: Any = None
     queries: Any = None
-    units: Any = None
     values: Any = None
     p: Any = None
     o: Any = None
-    lse: Any = None
+    by_column: Any = None
     q_full: Any = None
     q_empty: Any = None
     k_full: Any = None
@@ -202,6 +200,11 @@ class Softmax(NamedTuple):
     peak: Any
     total: Any
     acc: tuple[Any, ...]
+
+
+def reduction_bytes(columns: int) -> int:
+    """Shared memory for a number of each row and thread, so that all maxima are found in one meeting of threads."""
+    return max(2048, 128 * columns)
 
 
 def workspace_types(shape: DecodeShape, num_reqs: int) -> tuple[Any, Any, Any]:
@@ -263,7 +266,7 @@ def decode(
         num_threads=2,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=shape.reduction_bytes
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=reduction_bytes(shape.columns)
         ),
         interpret=interpret,
         kernel_name="paged_decode",
@@ -316,7 +319,7 @@ def _allocate(
             plgpu.SMEM((shape.columns, shape.padded_v_size), shape.out_dtype),
             plgpu.SMEM((shape.padded_v_size, shape.columns), jnp.float32),
         ),
-        lse=plgpu.SMEM((shape.columns,), jnp.float32),
+        by_column=plgpu.SMEM((2, shape.columns), jnp.float32),
         q_full=plgpu.Barrier(num_arrivals=shape.max_query_len * shape.query_copies, num_barriers=2),
         q_empty=plgpu.Barrier(num_barriers=2),
         k_full=keys.barrier(with_scales=has_row_scales),
@@ -593,14 +596,14 @@ def _store(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece,
         weight = weight * scale_of_head(operands.v_scale)
     sizes = shape.tiles("value").part_sizes
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous piece has left shared memory
-    store(memory.lse, lse)
+    store(memory.by_column.at[LSE], lse)
 
     def to_workspace(out: Any, lse: Any) -> None:
         for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True)):
             o = a * lax.broadcast_in_dim(weight, a.shape, [1])
             store(memory.o[1].at[pl.ds(c * CHUNK, size), :], o)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(memory.lse, lse)
+        plgpu.copy_smem_to_gmem(memory.by_column.at[LSE], lse)
         plgpu.copy_smem_to_gmem(memory.o[1], out)
 
     part = 2 * share + jnp.where(piece.starts_request, 0, 1)
@@ -620,7 +623,7 @@ def _store(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece,
             o = a * lax.broadcast_in_dim(factor, a.shape, [1])
             store(transposed(memory.o[0].at[:, pl.ds(c * CHUNK, size)]), o.astype(shape.out_dtype))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(memory.lse, whole_lse)
+        plgpu.copy_smem_to_gmem(memory.by_column.at[LSE], whole_lse)
         heads = pl.ds(head * shape.group, shape.group)
         columns = padded_slice(0, shape.padded_v_size, shape.dims.v_head_size)
         for token in range(shape.max_query_len):

@@ -30,6 +30,8 @@ from jaxpaged.pallas.row_tiles import rows_layout
 if TYPE_CHECKING:
     from jaxpaged.pallas.decode import DecodeShape, Memory, Operands
 
+UNIT = 1
+"""The row of `Memory.by_column` for the units of queries."""
 BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 EXPONENT = 0x7F800000
 """The bits of a float32 that say between which powers of two it lies."""
@@ -80,7 +82,6 @@ def scratch(shape: "DecodeShape", *, row_scales: bool) -> dict[str, Any]:
     keys, values = shape.tiles("key"), shape.tiles("value")
     found: dict[str, Any] = {
         "queries": plgpu.SMEM((2 * keys.chunks, shape.columns, CHUNK), shape.dtype, transforms=shape.swizzled),
-        "units": plgpu.SMEM((shape.columns,), jnp.float32),
         "values": plgpu.SMEM((shape.tile, values.head_size), shape.dtype, transforms=shape.swizzled),
     }
     if row_scales:
@@ -107,7 +108,7 @@ def widen_queries(
     if scaled:
         wide = [x.astype(jnp.float32) for x in parts]
         unit, inverse = _unit(wide)
-        store(memory.units, unit)
+        store(memory.by_column.at[UNIT], unit)
         parts = [x * lax.broadcast_in_dim(inverse, x.shape, [0]) for x in wide]
     for part, x in enumerate(parts):
         permuted = as_permuted(x.astype(shape.dtype), interpret)
@@ -119,7 +120,7 @@ def widen_queries(
     scale = None if operands.k_scale is None else scale_of_head(operands.k_scale)
     if not scaled:
         return scale
-    units = plgpu.load(memory.units, layout=BY_COLUMN, optimized=False)
+    units = plgpu.load(memory.by_column.at[UNIT], layout=BY_COLUMN, optimized=False)
     return units if scale is None else units * scale
 
 
@@ -143,9 +144,8 @@ def products(
     def pairs(first: int) -> list[tuple[Any, Any]]:
         k = _widened(shape, memory.k, slot, (0, shape.tile), (first, columns), by_16_bytes(columns))
         k = as_operand(k, interpret)
-        queries = [
-            transposed(memory.queries.at[q_slot * keys.chunks + first // CHUNK + c]) for c in range(columns // CHUNK)
-        ]
+        chunk = q_slot * keys.chunks + first // CHUNK
+        queries = [transposed(memory.queries.at[chunk + c]) for c in range(columns // CHUNK)]
         return [(k[:, c * CHUNK : (c + 1) * CHUNK], q) for c, q in enumerate(queries)]
 
     size = (shape.tile, shape.columns)

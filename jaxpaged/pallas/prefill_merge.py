@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxpaged.pallas import prefill_plan as field
 from jaxpaged.pallas.fragments import BY_ROW
 from jaxpaged.pallas.mosaic import Interpreter, kernel, store
-from jaxpaged.pallas.paged_tiles import CHUNK
+from jaxpaged.pallas.paged_tiles import CHUNK, Views, split_views, two_views
 from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape, sinks_of_rows
 from jaxpaged.pallas.prefill_plan import PrefillPlan
 from jaxpaged.pallas.scores import normalized, with_sink
@@ -48,9 +48,9 @@ def merge_parts(
     lses = (most // shape.tiling.most_parts, heads, rows)
     names = [name for name, x in given._asdict().items() if x is not None] + ["lse"] * return_lse
     results = kernel(
-        functools.partial(_merge_list, shape, names),
+        functools.partial(_merge_list, shape, interpret, names),
         out_type=[jax.ShapeDtypeStruct(lses, jnp.float32)] * return_lse,
-        scratch_types=dict(o_s=plgpu.SMEM(SIZE, shape.out_dtype), lse_s=plgpu.SMEM((WG_ROWS,), jnp.float32)),
+        scratch_types=dict(o_s=two_views(SIZE, shape.out_dtype, interpret), lse_s=plgpu.SMEM((WG_ROWS,), jnp.float32)),
         grid=(shape.tiling.num_ctas, 2, shape.padded_v_size // CHUNK),
         grid_names=("list", "half", "chunk"),
         num_threads=1,
@@ -90,9 +90,12 @@ class _Tile(NamedTuple):
     part: Any
 
 
-def _merge_list(shape: PrefillShape, names: Sequence[str], *refs: Any, o_s: Any, lse_s: Any) -> None:
+def _merge_list(
+    shape: PrefillShape, interpret: Interpreter | None, names: Sequence[str], *refs: Any, o_s: Any, lse_s: Any
+) -> None:
     """The kernel: merge half of the rows and a chunk of the columns of those tiles whose first part is in a list."""
     operands = _Operands(**dict(zip(names, refs, strict=True)))
+    o_views = split_views(o_s, interpret)
     cta, half = lax.axis_index("list"), lax.axis_index("half")
 
     def visit(i: Any, _: None) -> None:
@@ -103,19 +106,19 @@ def _merge_list(shape: PrefillShape, names: Sequence[str], *refs: Any, o_s: Any,
         first_row += half * WG_ROWS if shape.splits_tokens else 0
         tile = _Tile(first_row, rows, head, part)
         is_first = lax.rem(part, jnp.int32(shape.tiling.most_parts)) == 0
-        pl.when(is_first & (rows > 0))(lambda: _merge_tile(shape, operands, tile, o_s, lse_s))
+        pl.when(is_first & (rows > 0))(lambda: _merge_tile(shape, operands, tile, o_views, lse_s))
 
     lax.fori_loop(0, operands.counts[cta], visit, None)
 
 
-def _merge_tile(shape: PrefillShape, operands: _Operands, tile: _Tile, o_s: Any, lse_s: Any) -> None:
+def _merge_tile(shape: PrefillShape, operands: _Operands, tile: _Tile, o_s: Views, lse_s: Any) -> None:
     peak, total, acc = _merged(operands, tile)
     weight, lse = normalized(peak, total)
     if operands.sinks is not None:
         sinks = sinks_of_rows(shape, operands.sinks, tile.head, lax.axis_index("half"))
         weight = with_sink(weight, lse, sinks)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was sent before has left shared memory
-    store(o_s, (acc * lax.broadcast_in_dim(weight, SIZE, [0])).astype(shape.out_dtype))
+    store(o_s.tensor_core, (acc * lax.broadcast_in_dim(weight, SIZE, [0])).astype(shape.out_dtype))
     if operands.lse is not None:
         store(lse_s, lse)
     plgpu.commit_smem()
@@ -125,7 +128,7 @@ def _merge_tile(shape: PrefillShape, operands: _Operands, tile: _Tile, o_s: Any,
         target = operands.lse.at[number, tile.head, pl.ds(half * WG_ROWS, WG_ROWS)]
         pl.when(lax.axis_index("chunk") == 0)(lambda: plgpu.copy_smem_to_gmem(lse_s, target))
     for wg in range(2):
-        pl.when(half == wg)(functools.partial(_send, shape, operands, tile, o_s, wg))
+        pl.when(half == wg)(functools.partial(_send, shape, operands, tile, o_s.tma, wg))
     plgpu.wait_smem_to_gmem(0)
 
 
