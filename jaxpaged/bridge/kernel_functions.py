@@ -48,10 +48,12 @@ def swap_blocks(source: KVCache, target: KVCache, pairs: BlockPairs) -> KVCache:
     return block_copy.copy_blocks(source, target, pairs)
 
 
-def plan_decode(cache: KVCache, block_table: Any, seq_lens: Any, query_start_loc: Any, *, cut: DecodeCut) -> DecodePlan:
+def plan_decode(
+    cache: KVCache, block_table: Any, seq_lens: Any, query_start_loc: Any, num_tokens: Any = None, *, cut: DecodeCut
+) -> DecodePlan:
     """`decode_plan_kernel.plan_decode_by_kernel`."""
     batch = PagedBatch(block_table, seq_lens, query_start_loc, None, cut.max_query_len)
-    return plan_decode_by_kernel(cache, batch, cut, interpret=None)
+    return plan_decode_by_kernel(cache, batch, cut, interpret=None, num_tokens=num_tokens)
 
 
 def decode(

@@ -109,7 +109,7 @@ class _Planner:
         names = ("work", "counts", "tile_starts", "parts")
         self._launch((0, 0, 0, 0, *batch, *counts, *(to[name] for name in names)))
         if decode is not None:
-            decode((0, 0, 0, 0, *batch, to["requests"], to["shares"]))
+            decode((0, 0, 0, 0, *batch, counts[1], to["requests"], to["shares"]))
         return plan, workspace
 
     def _batch(self, num_reqs: int) -> tuple[Any, Any, Any]:
@@ -120,10 +120,10 @@ class _Planner:
     def _decode_planner(self, num_reqs: int) -> Any:
         found = self._decode_planners.get(num_reqs)
         if found is None:
-            arguments = (self._cache, *self._batch(num_reqs))
+            arguments = (self._cache, *self._batch(num_reqs), jax.ShapeDtypeStruct((1,), jnp.int32))
             cut = self._found.decode_cut
             made = program(kernel_functions.plan_decode, *arguments, cut=cut, device=self._index)
-            found = self._decode_planners[num_reqs] = made.bind(*places_of(self._cache), 4, 5, 6, results=(7, 8))
+            found = self._decode_planners[num_reqs] = made.bind(*places_of(self._cache), 4, 5, 6, 7, results=(8, 9))
         return found
 
     def _check_rows(self, block_table: torch.Tensor) -> None:

@@ -71,7 +71,7 @@ class PrefillShapes(NamedTuple):
     @property
     def decode_cut(self) -> DecodeCut:
         assert self.decode is not None
-        cut = decode_cut(self.decode, 0, self.batch_invariant)
+        cut = decode_cut(self.decode, self.tokens, self.batch_invariant)
         return dataclasses.replace(cut, others_elsewhere=True)
 
     def fields(self) -> dict[str, Field]:

@@ -39,9 +39,14 @@ class DecodeCut:
 
 
 def plan_decode_by_kernel(
-    cache: KVCache, batch: PagedBatch, cut: DecodeCut, *, interpret: Interpreter | None
+    cache: KVCache, batch: PagedBatch, cut: DecodeCut, *, interpret: Interpreter | None, num_tokens: Any = None
 ) -> DecodePlan:
-    """`plan_decode`, without a mask function and with nothing to skip."""
+    """`plan_decode`, without a mask function and with nothing to skip.
+
+    Args:
+      num_tokens: [1] int32, how many tokens there are, where the query has room for more and others are elsewhere; None
+        for as many as the cut says.
+    """
     num_reqs = batch.num_reqs
     num_shares = num_reqs if cut.batch_invariant else cut.num_shares
     dims = dataclasses.replace(BatchDims.of(cache, batch), rows=cut.num_tokens)
@@ -55,7 +60,7 @@ def plan_decode_by_kernel(
         grid_names=("request",),
         interpret=interpret,
         kernel_name="paged_decode_plan",
-    )(batch.block_table, batch.seq_lens, batch.query_start_loc)
+    )(*(x for x in (batch.block_table, batch.seq_lens, batch.query_start_loc, num_tokens) if x is not None))
     return DecodePlan(requests, shares)
 
 
@@ -65,7 +70,9 @@ MOST_SUMMED = 8 * WARPGROUP
 
 def _plan(cut: DecodeCut, dims: BatchDims, interpret: Interpreter | None, *refs: Any) -> None:
     """The kernel."""
-    batch, (requests, shares) = BatchRefs(*refs[:3]), refs[3:]
+    *given, requests, shares = refs
+    table, lens, starts, *num_tokens = given
+    batch = BatchRefs(table, lens, starts, num_tokens=num_tokens[0] if num_tokens else None)
     me = lax.axis_index("request")
     # The CTA of the rows of no request looks at the last request's blocks for nothing.
     first_blocks = dims.bad_blocks(batch, jnp.minimum(me, dims.num_reqs - 1), interpret)

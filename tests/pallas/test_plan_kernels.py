@@ -182,6 +182,21 @@ def test_decode_writes_no_row_that_there_is_not(kernels: None) -> None:
     assert ((requests[:, Q_START] + requests[:, Q_LEN])[written] <= 10).all()
 
 
+@pytest.mark.parametrize("there", [10, 0, 200])
+def test_a_decode_plan_with_room_for_more_tokens(kernels: None, there: int) -> None:
+    """It is that of a program for as many as there are, of which it learns on the device."""
+    how = DECODE | DECODES["others elsewhere"]
+    batch = SMALL.batch([1, 0, 30, 4], [100, 3, 90, 200])
+    by_xla, _ = planners(plans.plan_decode, dataclasses.replace(SMALL, num_tokens=there), **how)
+    options = make_options(num_heads=HEADS, num_reqs=batch.num_reqs, causal=True, window=None, **OPTIONS)
+    cut = decode_plan_kernel.DecodeCut(options, num_tokens=200, **how)
+    plan = functools.partial(decode_plan_kernel.plan_decode_by_kernel, interpret=interpreter())
+    by_kernel = jax.jit(lambda batch, n: plan(SMALL.cache(), batch, cut, num_tokens=n))
+    expected = by_xla(batch)
+    assert differences(expected, by_kernel(batch, jnp.array([there], jnp.int32))) == []
+    assert (np.asarray(expected.requests)[:, Q_LEN].max() > 0) == (there > 0)
+
+
 WIDE = Sizes(num_reqs=2, width=2100, block_size=64, num_blocks=10_000)
 
 
