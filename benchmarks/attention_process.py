@@ -1,13 +1,9 @@
 """Measure attention cases in a process of its own, so that one that hangs or dies takes nothing else with it."""
 
 import dataclasses
-import datetime
 import gc
-import importlib.metadata
 import multiprocessing
 import os
-import platform
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,28 +12,9 @@ from typing import Any
 
 from attention_measure import TWO_LAYERS, DeadGpuError, Job, last_line, measure
 from attention_results import OURS, Report, Result, Row
+from machine import machine
 
 CEILINGS = "ceilings"
-
-
-def machine() -> dict[str, str]:
-    """The date, the GPU, its driver, and the versions of what runs on it."""
-    import torch
-
-    names = {"date": datetime.date.today().isoformat(), "Python": platform.python_version()}
-    for package in ("jax", "torch", "triton", "flash-attn3-jax", "ejkernel", "numpy"):
-        try:
-            names[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            names[package] = "none"
-    if torch.cuda.is_available():
-        names["GPU"] = torch.cuda.get_device_name()
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            names["driver"] = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split()[0]
-        except (OSError, subprocess.SubprocessError, IndexError):
-            names["driver"] = "unknown"
-    return names
 
 
 Message = tuple[str, Any]

@@ -17,6 +17,7 @@ from attention_cases import (
     operations,
 )
 from attention_results import OURS, Report, Result, Row
+from machine import gpu_of, versions_of
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -194,14 +195,12 @@ def print_table(rendered: Rendered, report: Report, kernels: bool) -> None:
 
 def markdown(rendered: Rendered, report: Report, command: Sequence[str]) -> str:
     """A table with how it was measured."""
-    gpu = f"{report.machine.get('GPU', 'none')}, driver {report.machine.get('driver', 'unknown')}"
-    versions = ", ".join(f"{k} {v}" for k, v in report.machine.items() if k not in ("GPU", "driver", "date"))
     lines = [
         "# Attention on the GPU",
         "",
         f"- Date: {report.machine.get('date', 'unknown')}",
-        f"- GPU: {gpu}",
-        f"- Versions: {versions}",
+        f"- GPU: {gpu_of(report.machine)}",
+        f"- Versions: {versions_of(report.machine)}",
         f"- Command: `{' '.join(command)}`",
         f"- In the same run: {_ceilings_text(report)}. Percentages and targets are of the read ceiling; the paged one "
         f"is of the keys and values of {PAGED_READS.name}, each block and head by itself, through the block table.",

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from machine import grid, head
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +35,7 @@ else:
 
 assert torch_ops.set_fallback  # registers the operators
 ops = torch.ops.jaxpaged
+RESULTS = Path(__file__).parent / "results" / "torch_calls.md"
 
 NUM_REQS, CONTEXT, BLOCK_SIZE = 16, 64, 16  # few: the GPU is to be done before the host
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 32, 8, 128
@@ -204,32 +206,51 @@ def measure(calls: dict[str, Callable[[], Any]]) -> list[Row]:
     return rows
 
 
-def table_of(rows: list[Row]) -> Table:
+HEADER = ("call", "µs, least", "µs, most", "x add_", "to be")
+
+
+def cells(rows: list[Row]) -> list[list[str]]:
     times = {row.call: row.microseconds for row in rows}
-    table = Table("call", "µs, least", "µs, most", "x add_", "to be", box=SIMPLE_HEAD)
+    found = []
     for row in rows:
         bound = ""
         if row.call in BOUNDS and BOUNDS[row.call][0] in times:
             other, factor = BOUNDS[row.call]
             bound = f"<= {factor * times[other]:.1f} µs, {factor} x {other}"
         ratio = f"{row.microseconds / times[ADD]:.2f}" if ADD in times else ""
-        table.add_row(row.call, f"{row.microseconds:.1f}", f"{max(row.runs):.1f}", ratio, bound)
-    return table
+        found.append([row.call, f"{row.microseconds:.1f}", f"{max(row.runs):.1f}", ratio, bound])
+    return found
+
+
+def page(rows: list[Row]) -> str:
+    lines = [
+        *head("Host time of calls from PyTorch", "python benchmarks/torch_calls.py --write"),
+        f"The least and the most of {RUNS} runs of {CALLS} calls each, without waiting for the GPU in between. An "
+        f"attention call is decode and combine: {NUM_REQS}",
+        f"requests of {CONTEXT} tokens, {NUM_HEADS} heads on {NUM_KV_HEADS} kv heads of {HEAD_SIZE}, bfloat16.",
+        "",
+        *grid(HEADER, cells(rows)),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens of each request.")] = CONTEXT,
+    write: Annotated[bool, typer.Option("--write", help=f"Write {RESULTS.name}.")] = False,
 ) -> None:
     """Measure and print the table."""
-    x = Inputs.new(NUM_REQS, context)
+    x = Inputs.new(NUM_REQS, CONTEXT)
     with torch.inference_mode():
-        calls = torch_calls() | triton_calls(x) | our_calls(x)
-        rows = measure(calls)
+        rows = measure(torch_calls() | triton_calls(x) | our_calls(x))
         rows += measure(launches_alone())
-    Console(width=140).print(table_of(rows))
+    table = Table(*HEADER, box=SIMPLE_HEAD)
+    for row in cells(rows):
+        table.add_row(*row)
+    Console(width=140).print(table)
     if json_path is not None:
         json_path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1), encoding="utf-8")
+    if write:
+        RESULTS.write_text(page(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 import jax
 import torch
 import typer
-from attention_process import machine
 from gpu_timing import Timing, kernel_times
+from machine import grid, head
 from peers import as_torch, shared
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -199,24 +199,15 @@ HEADER = ("step", "kernels, µs", "launches", "back to back, µs", "FA3's kernel
 
 
 def page(rows: list[list[str]], sizes: str) -> str:
-    about = machine()
-    versions = ", ".join(f"{k} {v}" for k, v in about.items() if k not in ("GPU", "driver", "date"))
     lines = [
-        "# A decode step from PyTorch",
-        "",
-        f"{about.get('date')}, {about.get('GPU')} (driver {about.get('driver')}), {versions}.",
-        "",
-        "    python benchmarks/torch_step.py --write",
-        "",
+        *head("A decode step from PyTorch", "python benchmarks/torch_step.py --write"),
         f"{sizes}, {NUM_HEADS} heads on {NUM_KV_HEADS} kv heads of {HEAD_SIZE}, bfloat16. Every layer writes the new "
-        "token and attends, on a cache of its own; plans are ours alone, once a",
-        "step. Kernels: time in which one of a step's kernels runs, medians of turns. Back to back: a step's share of "
-        f"{STEPS} launched in a row. FlashAttention-3 runs",
-        "from JAX, on the same caches, without writes. Results were compared first.",
+        "token and attends, on a cache of its own; the plan is made once a step,",
+        "by ours alone. Kernels: time in which one of a step's kernels runs, medians of turns. Back to back: a step's "
+        f"share of {STEPS} launched in a row. FlashAttention-3",
+        "runs from JAX, on the same caches, without writes. Results were compared first.",
         "",
-        f"| {' | '.join(HEADER)} |",
-        f"|{' --- |' * len(HEADER)}",
-        *(f"| {' | '.join(row)} |" for row in rows),
+        *grid(HEADER, rows),
     ]
     return "\n".join(lines) + "\n"
 
