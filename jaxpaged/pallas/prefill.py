@@ -393,10 +393,13 @@ def _compute(
         q_slot, slot = lax.rem(visit.queries, jnp.int32(shape.q_stages)), lax.rem(visit.steps, jnp.int32(shape.stages))
         pl.when(item.steps > 0)(lambda: plgpu.barrier_wait(memory.q_full.at[q_slot]))
         pl.when(item.steps > 0)(lambda: plgpu.barrier_wait(memory.k_full.at[slot]))
-        step = functools.partial(_step, shape, options, operands, memory, interpret, item, q_slot, visit.steps)
-        state = _empty_state(shape)
+        # Mosaic asks the hardware for the warpgroup's number wherever it is used: in a step, that delays the products.
+        q_first = (q_slot * 2 + wg) * shape.tiles("key").chunks
+        step = functools.partial(_step, shape, options, operands, memory, interpret, item, q_slot, q_first)
+        state = (_empty_state(shape), slot)
         for first, end, how in _loops(shape, options, item):
             state = lax.fori_loop(first, end, functools.partial(step, **how), state)
+        state, _ = state
         _store(shape, operands, memory, item, visit.index, state)
 
     _for_each_item(shape, operands, attend)
@@ -454,14 +457,21 @@ def _step(
     interpret: Interpreter | None,
     item: Item,
     q_slot: Any,
-    steps: Any,
+    q_first: Any,
     i: Any,
-    state: Softmax,
+    before: tuple[Softmax, Any],
     *,
     masked: bool = False,
     width: int | None = None,
-) -> Softmax:
-    """One step: scores, online softmax, and the step's values onto the output."""
+) -> tuple[Softmax, Any]:
+    """One step: scores, online softmax, and the step's values onto the output.
+
+    Args:
+      q_slot, q_first: the item's queries, and the first chunk of those of this warpgroup.
+      before: what the steps before left, and this step's place in the ring.
+    """
+    state, slot = before
+    following = jnp.where(slot == shape.stages - 1, 0, slot + 1)
     # Looked up before the products, so that it is there after them.
     listed = None if operands.kept_steps is None else tile_at(operands.kept_steps, item.first_step + i)
 
@@ -469,13 +479,11 @@ def _step(
         return item.first_step + i if listed is None else listed
 
     keys, values = shape.tiles("key"), shape.tiles("value")
-    wg = lax.axis_index("wg")
     checked = masked and width is None  # a half step is no damaged request's
     readable: Any = None
     width = width or shape.tiling.step
     size = (WG_ROWS, width)
-    slot = lax.rem(steps + i, jnp.int32(shape.stages))
-    q_chunks = [memory.q.tensor_core.at[(q_slot * 2 + wg) * keys.chunks + c] for c in range(keys.chunks)]
+    q_chunks = [memory.q.tensor_core.at[q_first + c] for c in range(keys.chunks)]
     k_chunks = [transposed(keys.chunk(memory.k, slot, c, width)) for c in range(keys.chunks)]
     pairs = list(zip(q_chunks, k_chunks, strict=True))
     s = dot(pairs, size, interpret, meanwhile=functools.partial(_take_turn, memory))
@@ -503,19 +511,19 @@ def _step(
     if masked:
         # The first warpgroup clears unused values for both, before it lets the second go ahead.
         plgpu.barrier_wait(memory.v_full.at[slot])
-        pl.when(wg == 0)(lambda: _clear_unused_values(shape, options, memory, item, first_pos, slot, readable))
+        first = lax.axis_index("wg") == 0
+        pl.when(first)(lambda: _clear_unused_values(shape, options, memory, item, first_pos, slot, readable))
     plgpu.barrier_arrive(memory.turns)
     if not masked:
         plgpu.barrier_wait(memory.v_full.at[slot])
     plgpu.barrier_wait(memory.turns)
 
     def await_next_keys() -> None:
-        following = lax.rem(steps + i + 1, jnp.int32(shape.stages))
         pl.when(i + 1 < item.steps)(lambda: plgpu.barrier_wait(memory.k_full.at[following]))
 
     acc = dot_onto(acc, p, values.parts(memory.v, slot, width), interpret, meanwhile=await_next_keys)
     plgpu.barrier_arrive(memory.v_empty.at[slot])
-    return Softmax(peak, total, acc)
+    return Softmax(peak, total, acc), following
 
 
 def _place(shape: PrefillShape, operands: Operands, item: Item, first_pos: Any, size: tuple[int, int]) -> TilePlace:
