@@ -9,6 +9,7 @@ import torch
 
 from jaxpaged.backends.gpu_plan import AttentionPlan
 from jaxpaged.backends.padded_calls import Options
+from jaxpaged.bridge import direct
 from jaxpaged.bridge.decode_shapes import ScoreOptions
 from jaxpaged.bridge.head_values import by_column_once, compact
 
@@ -115,7 +116,7 @@ def _launch(
         given = (*planned, decode_slopes, decode_sinks, length)
         row_lse = None if lse is None else lse.new_empty(q.shape[:2])
         how = (plan.batch_invariant, *scores, out, None, None, row_lse)
-        torch.ops.jaxpaged.decode(*tensors, plan.block_table, *given, *how)
+        direct.decode(*tensors, plan.block_table, *given, *how)
         if lse is not None and row_lse is not None:
             lse.copy_(row_lse.T)
         return
@@ -123,7 +124,7 @@ def _launch(
     if slopes is not None and slopes.ndim == 1:
         slopes = slopes.unsqueeze(0)
     given = (plan.query_start_loc, *planned, slopes, sinks, decode_slopes, decode_sinks, plan.batch_invariant)
-    torch.ops.jaxpaged.prefill(*tensors, plan.block_table, *given, *scores, out, lse)
+    direct.prefill(*tensors, plan.block_table, *given, *scores, out, lse)
 
 
 def check_descale(name: str, descale: Any, cache: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from jaxpaged.backends.checks import on_gpu
+from jaxpaged.bridge import direct
 
 Scale = float | torch.Tensor
 
@@ -25,8 +26,7 @@ def write_on_gpu(
     if kv_cache_dtype != "auto":
         named = (("k_scale", k_scale), ("v_scale", v_scale))
         scales = [_on_device(name, x, key_cache) for name, x in named]
-    write = torch.ops.jaxpaged.reshape_and_cache
-    write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, *scales)
+    direct.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, *scales)
 
 
 def _on_device(name: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:

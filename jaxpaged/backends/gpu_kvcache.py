@@ -9,6 +9,7 @@ from jaxpaged.backends.gpu_attention import State, attend, make_plan
 from jaxpaged.backends.gpu_plan import AttentionPlan
 from jaxpaged.backends.padded_calls import Options
 from jaxpaged.backends.rotary import Rotary
+from jaxpaged.bridge import direct
 
 
 class GpuCache(NamedTuple):
@@ -102,7 +103,7 @@ def attend_with_new(
         if rotary is not None:
             k = rotary.rotate(k, cache.lens, steps=True)
         rows = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-        torch.ops.jaxpaged.reshape_and_cache(*rows, cache.k_cache, cache.v_cache, slots, "auto", None, None)
+        direct.reshape_and_cache(*rows, cache.k_cache, cache.v_cache, slots, "auto", None, None)
     packed = q.reshape(batch * seqlen_q, num_heads, head_size)
     flat = None if out is None or not out.is_contiguous() else out.view(-1, *out.shape[2:])
     result, lse = attend(packed, cache.k_cache, cache.v_cache, plan, options, flat, return_lse)

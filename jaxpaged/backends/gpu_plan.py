@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from jaxpaged.backends.checks import check_int_tensor, on_gpu
-from jaxpaged.bridge import torch_ops  # noqa: F401  registers the operators
+from jaxpaged.bridge import direct
 from jaxpaged.bridge.cache_shapes import cache_shapes
 from jaxpaged.bridge.decode_shapes import ScoreOptions
 from jaxpaged.metadata.buckets import next_bucket
@@ -69,7 +69,7 @@ class AttentionPlan:
         found = self._made.get(name)
         if found is None:
             batch = (self.block_table, self.seq_lens, self.query_start_loc)
-            found = self._made[name] = getattr(torch.ops.jaxpaged, operator)(*tensors, *batch, *how)
+            found = self._made[name] = getattr(direct, operator)(*tensors, *batch, *how)
         return found
 
 

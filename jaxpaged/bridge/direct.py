@@ -31,3 +31,7 @@ plan_decode = _direct("plan_decode")
 """See `plan_calls.plan_on_gpu`."""
 decode = _direct("decode")
 """See `decode_calls.decode_on_gpu`."""
+plan_prefill = _direct("plan_prefill")
+"""See `prefill_plan_calls.plan_prefill_on_gpu`."""
+prefill = _direct("prefill")
+"""See `prefill_calls.prefill_on_gpu`."""

@@ -16,7 +16,7 @@ from jaxpaged.backends.functional import (
     reshape_and_cache,
     reshape_and_cache_flash,
 )
-from jaxpaged.bridge import head_values
+from jaxpaged.bridge import direct, head_values
 from jaxpaged.testing import doors
 from jaxpaged.testing.cases import named_cases
 from jaxpaged.testing.verify import compare
@@ -39,17 +39,17 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for module in (varlen, kvcache, cache_functions, merge, gpu_plan):
         monkeypatch.setattr(module, "on_gpu", passes)
 
-    class Ops:
-        def __getattr__(self, name: str) -> Any:
-            def call(*arguments: Any) -> Any:
-                called.append(name)
-                return operators[name](*arguments)
+    def recorded(name: str) -> Callable[..., Any]:
+        operator = getattr(torch.ops.jaxpaged, name)
 
-            return call
+        def call(*arguments: Any) -> Any:
+            called.append(name)
+            return operator(*arguments)
 
-    names = ("plan_decode", "decode", "plan_prefill", "prefill", "reshape_and_cache", "copy_blocks", "swap_blocks")
-    operators = {name: getattr(torch.ops.jaxpaged, name) for name in names}
-    monkeypatch.setattr(torch.ops, "jaxpaged", Ops())
+        return call
+
+    for name in ("plan_decode", "decode", "plan_prefill", "prefill", "reshape_and_cache"):
+        monkeypatch.setattr(direct, name, recorded(name))
     yield called
 
 
