@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from jaxpaged.backends.gpu_plan import AttentionPlan
+from jaxpaged.backends.gpu_scales import Scales
 from jaxpaged.backends.padded_calls import Options
 from jaxpaged.bridge import direct
 from jaxpaged.bridge.decode_shapes import ScoreOptions
 from jaxpaged.bridge.head_values import by_column_once, compact
+from jaxpaged.bridge.torch_cache import QUANTIZED_DTYPES
 
 State = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -20,6 +22,7 @@ def attend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    scales: Scales,
     plan: AttentionPlan,
     options: Options,
     out: torch.Tensor | None,
@@ -29,6 +32,7 @@ def attend(
 
     Args:
       q: [num_tokens, num_heads, head_size], copied if the heads of a token don't lie side by side.
+      scales: of an 8-bit cache, as `descale_on_gpu` makes them.
       out: written in place where there is one.
 
     Returns:
@@ -48,7 +52,7 @@ def attend(
         result.zero_()
         lse = None if lse is None else lse.fill_(-torch.inf)
     else:
-        _launch(q, k_cache, v_cache, plan, options, result, lse)
+        _launch(q, k_cache, v_cache, scales, plan, options, result, lse)
     if out is not None and result is not out:
         out.copy_(result)
     return result if out is None else out, lse
@@ -58,6 +62,7 @@ def make_plan(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    scales: Scales,
     plan: AttentionPlan,
     options: Options,
 ) -> None:
@@ -68,17 +73,28 @@ def make_plan(
     """
     _refuse_options(options)
     if not _is_empty(q, k_cache, plan):
-        _planned(q, k_cache, v_cache, plan, _scores(options))
+        _planned(q, k_cache, v_cache, scales, plan, _scores(options))
 
 
 def _planned(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: AttentionPlan, scores: ScoreOptions
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scales: Scales,
+    plan: AttentionPlan,
+    scores: ScoreOptions,
 ) -> tuple[int | None, Any]:
     """The plan of decode and its number of new tokens a request, or None and the plan of prefill."""
-    length = plan.decoded_len(q, k_cache, v_cache)
+    length = plan.decoded_len(q, k_cache, v_cache, scales)
     if length is None:
+        if k_cache.dtype in QUANTIZED_DTYPES:
+            most = plan.most_decoded(q, k_cache, v_cache, scales)
+            raise NotImplementedError(
+                f"max_seqlen_q: on a GPU, 8-bit caches are attended to by decode alone, which takes up to {most} new "
+                f"tokens a request with these heads, got {plan.max_seqlen_q}"
+            )
         return None, plan.prefill(q, k_cache, v_cache, scores)
-    return length, plan.decode(q, k_cache, v_cache, length, scores)
+    return length, plan.decode(q, k_cache, v_cache, scales, length, scores)
 
 
 def _scores(options: Options) -> ScoreOptions:
@@ -99,6 +115,7 @@ def _launch(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    scales: Scales,
     plan: AttentionPlan,
     options: Options,
     out: torch.Tensor,
@@ -106,7 +123,7 @@ def _launch(
 ) -> None:
     _refuse_options(options)
     scores = _scores(options)
-    length, planned = _planned(q, k_cache, v_cache, plan, scores)
+    length, planned = _planned(q, k_cache, v_cache, scales, plan, scores)
     slopes, sinks = options.alibi_slopes, options.sinks
     sizes: dict[str, Any] = {"num_kv_heads": k_cache.shape[2], "max_query_len": length or 1}
     decode_slopes = by_column_once(slopes, name="alibi_slopes", **sizes)
@@ -115,7 +132,7 @@ def _launch(
     if length is not None:
         given = (*planned, decode_slopes, decode_sinks, length)
         row_lse = None if lse is None else lse.new_empty(q.shape[:2])
-        how = (plan.batch_invariant, *scores, out, None, None, row_lse)
+        how = (plan.batch_invariant, *scores, out, *scales, row_lse)
         direct.decode(*tensors, plan.block_table, *given, *how)
         if lse is not None and row_lse is not None:
             lse.copy_(row_lse.T)
@@ -125,15 +142,6 @@ def _launch(
         slopes = slopes.unsqueeze(0)
     given = (plan.query_start_loc, *planned, slopes, sinks, decode_slopes, decode_sinks, plan.batch_invariant)
     direct.prefill(*tensors, plan.block_table, *given, *scores, out, lse)
-
-
-def check_descale(name: str, descale: Any, cache: torch.Tensor) -> None:
-    """Raise for a factor of a cache that has none.
-
-    What a tensor holds isn't read: engines give one that is 1 for caches of no 8-bit dtype.
-    """
-    if isinstance(descale, int | float) and descale != 1 and cache.dtype.itemsize > 1:
-        raise ValueError(f"{name}: it belongs to 8-bit caches, expected None or 1 for a cache of {cache.dtype}")
 
 
 def given_plan(scheduler_metadata: Any) -> AttentionPlan | None:

@@ -7,21 +7,26 @@ import torch
 from jaxpaged.backends.checks import check_activation, check_int_tensor
 from jaxpaged.backends.gpu_attention import State, attend, make_plan
 from jaxpaged.backends.gpu_plan import AttentionPlan
+from jaxpaged.backends.gpu_scales import Scales
 from jaxpaged.backends.padded_calls import Options
 from jaxpaged.backends.rotary import Rotary
 from jaxpaged.bridge import direct
+
+_STORED = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
 
 
 class GpuCache(NamedTuple):
     """The caches of a layer, and the blocks of each request: one block, its row, in a cache that is not paged.
 
     Attributes:
+      scales: of an 8-bit cache.
       blocks: [batch, columns] int32.
       lens: [batch] int32, tokens before the call.
     """
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    scales: Scales
     blocks: torch.Tensor
     lens: torch.Tensor
 
@@ -30,6 +35,7 @@ class GpuCache(NamedTuple):
         cls,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        scales: Scales,
         batch: int,
         cache_seqlens: int | torch.Tensor | None,
         block_table: torch.Tensor | None,
@@ -59,7 +65,7 @@ class GpuCache(NamedTuple):
                 raise ValueError(f"cache_seqlens: expected a length of 0 or more, got {cache_seqlens}")
             cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
         check_int_tensor("cache_seqlens", cache_seqlens, (batch,))
-        return cls(k_cache, v_cache, blocks, cache_seqlens.int())
+        return cls(k_cache, v_cache, scales, blocks, cache_seqlens.int())
 
     def new_slots(self, num_new: int) -> torch.Tensor:
         """[batch * num_new] int64, the slots of the tokens after those there; -1 where there is no room."""
@@ -95,7 +101,7 @@ def attend_with_new(
     k, v = _checked(q, new, cache, rotary)
     plan = _plan_of(q, k, cache, plan)
     packed = q.reshape(batch * seqlen_q, num_heads, head_size)
-    make_plan(packed, cache.k_cache, cache.v_cache, plan, options)
+    make_plan(packed, cache.k_cache, cache.v_cache, cache.scales, plan, options)
     if rotary is not None:
         q = rotary.rotate(q, cache.lens, steps=options.causal or options.window != (None, None))
     if k is not None and v is not None:
@@ -103,10 +109,11 @@ def attend_with_new(
         if rotary is not None:
             k = rotary.rotate(k, cache.lens, steps=True)
         rows = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-        direct.reshape_and_cache(*rows, cache.k_cache, cache.v_cache, slots, "auto", None, None)
+        stored = _STORED.get(cache.k_cache.dtype, "auto")
+        direct.reshape_and_cache(*rows, cache.k_cache, cache.v_cache, slots, stored, *cache.scales)
     packed = q.reshape(batch * seqlen_q, num_heads, head_size)
     flat = None if out is None or not out.is_contiguous() else out.view(-1, *out.shape[2:])
-    result, lse = attend(packed, cache.k_cache, cache.v_cache, plan, options, flat, return_lse)
+    result, lse = attend(packed, cache.k_cache, cache.v_cache, cache.scales, plan, options, flat, return_lse)
     result = result.view(batch, seqlen_q, num_heads, -1)
     if lse is not None:
         lse = lse.view(num_heads, batch, seqlen_q).transpose(0, 1).contiguous()

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from jaxpaged.backends.checks import check_int_tensor, on_gpu
+from jaxpaged.backends.gpu_scales import Scales
 from jaxpaged.bridge import direct
 from jaxpaged.bridge.cache_shapes import cache_shapes
 from jaxpaged.bridge.decode_shapes import ScoreOptions
@@ -42,35 +43,48 @@ class AttentionPlan:
             if x is not None and x is not ours and (x.data_ptr() != ours.data_ptr() or x.shape != ours.shape):
                 raise ValueError(f"scheduler_metadata: it was planned for another {name} than this call's")
 
-    def decoded_len(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
-        """The number of new tokens a request for which decode takes all of the batch; None where it doesn't."""
+    def most_decoded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales) -> int:
+        """The largest number of new tokens a request for which decode takes all of the batch; 0 for none."""
+        name = (q.shape[1], k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, *_shapes(scales))
+        most = _most_decoded.get(name)
+        if most is None:
+            cache = cache_shapes(k, v, *scales).cache
+            most = _most_decoded[name] = min(MOST_DECODED, most_decoded_rows(cache) // (q.shape[1] // k.shape[2]))
+        return min(most, 1) if self.batch_invariant else most
+
+    def decoded_len(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales) -> int | None:
+        """The number of new tokens a request by which decode takes all of the batch; None where it doesn't."""
         longest = self.max_seqlen_q
         if longest is None or not 1 <= longest <= MOST_DECODED:
             return None
-        name = (q.shape[1], k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype)
-        most = _most_decoded.get(name)
-        if most is None:
-            cache = cache_shapes(k, v, None, None).cache
-            most = _most_decoded[name] = min(MOST_DECODED, most_decoded_rows(cache) // (q.shape[1] // k.shape[2]))
-        return None if longest > most or (self.batch_invariant and longest > 1) else min(next_bucket(longest), most)
+        most = self.most_decoded(q, k, v, scales)
+        return None if longest > most else min(next_bucket(longest), most)
 
-    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int, scores: ScoreOptions) -> Any:
+    def decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales, length: int, scores: ScoreOptions
+    ) -> Any:
         """The plan of decode for layers like this one."""
-        return self._plan("plan_decode", (q, k, v), (length, self.batch_invariant, *scores))
+        return self._plan("plan_decode", (q, k, v), (length, self.batch_invariant, *scores), scales)
 
     def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions) -> Any:
         """The plan of prefill, and of decode beside it, for layers like this one."""
         return self._plan("plan_prefill", (q, k, v), (self.batch_invariant, *scores))
 
-    def _plan(self, operator: str, tensors: tuple[torch.Tensor, ...], how: tuple[Any, ...]) -> Any:
+    def _plan(
+        self, operator: str, tensors: tuple[torch.Tensor, ...], how: tuple[Any, ...], scales: tuple[Any, ...] = ()
+    ) -> Any:
         q, k, v = tensors
         # How a query is strided makes no difference to a plan.
-        name = (operator, q.shape, q.dtype, k.shape, k.stride(), v.shape, v.stride(), k.dtype, *how)
+        name = (operator, q.shape, q.dtype, k.shape, k.stride(), v.shape, v.stride(), k.dtype, *how, *_shapes(scales))
         found = self._made.get(name)
         if found is None:
             batch = (self.block_table, self.seq_lens, self.query_start_loc)
-            found = self._made[name] = getattr(direct, operator)(*tensors, *batch, *how)
+            found = self._made[name] = getattr(direct, operator)(*tensors, *batch, *how, *scales)
         return found
+
+
+def _shapes(scales: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(None if x is None else x.shape for x in scales)
 
 
 def plan_attention(

@@ -15,8 +15,9 @@ from jaxpaged.backends.arguments import (
 )
 from jaxpaged.backends.cache_place import CachePlace
 from jaxpaged.backends.checks import check_activation, check_out, check_tensors, on_gpu
-from jaxpaged.backends.gpu_attention import check_descale, given_plan
+from jaxpaged.backends.gpu_attention import given_plan
 from jaxpaged.backends.gpu_kvcache import GpuCache, attend_with_new
+from jaxpaged.backends.gpu_scales import descale_on_gpu
 from jaxpaged.backends.padded_calls import paged_call
 from jaxpaged.backends.rotary import Rotary
 from jaxpaged.bridge.cache_views import cache_view
@@ -110,10 +111,12 @@ def flash_attn_with_kvcache(
     if gpu:
         if cache_leftpad is not None:
             raise NotImplementedError("cache_leftpad: not supported on a GPU, expected None")
-        for name, descale, x in (("k_descale", k_descale, k_cache), ("v_descale", v_descale, v_cache)):
-            check_descale(name, descale, x)
+        scales = (
+            descale_on_gpu("k_descale", k_descale, k_cache, batch),
+            descale_on_gpu("v_descale", v_descale, k_cache, batch),
+        )
         given = (cache_seqlens, block_table, cache_batch_idx)
-        gpu_cache = GpuCache.of(k_cache, v_cache, batch, *given, lens_needed=k is not None)
+        gpu_cache = GpuCache.of(k_cache, v_cache, scales, batch, *given, lens_needed=k is not None)
         how = (given_plan(scheduler_metadata), options, out, return_softmax_lse)
         result, lse = attend_with_new(q, (k, v), gpu_cache, rotary, *how)
         return result if lse is None else (result, lse)

@@ -24,10 +24,13 @@ from jaxpaged.backends.checks import (
     lengths,
     on_gpu,
 )
-from jaxpaged.backends.gpu_attention import attend, check_descale, given_plan
+from jaxpaged.backends.gpu_attention import attend, given_plan
 from jaxpaged.backends.gpu_plan import AttentionPlan
+from jaxpaged.backends.gpu_scales import descale_on_gpu
 from jaxpaged.backends.padded_calls import Options, State, paged_call, ragged_call
 from jaxpaged.bridge.cache_views import cache_view
+
+_DESCALES = ("k_descale", "v_descale")
 
 
 def flash_attn_varlen_func(
@@ -67,8 +70,8 @@ def flash_attn_varlen_func(
 
     On a GPU the kernels are launched on the current stream, and can be captured in a CUDA graph after a call with such
     shapes. No value is read on the host, so lengths that don't fit the tensors aren't noticed. `out` is written
-    directly. `block_table` is needed, `q` and caches are of one dtype, float16 or bfloat16, and descales that are
-    tensors are taken for 1.
+    directly. `block_table` is needed. `q` is float16 or bfloat16; caches are of the same dtype, or of 8 bits where
+    `max_seqlen_q` is known and decode takes all requests.
 
     Args:
       q: [total_q, num_heads, head_size] float32, bfloat16 or float16.
@@ -87,7 +90,7 @@ def flash_attn_varlen_func(
       return_softmax_lse: return the lse, too.
       out: [total_q, num_heads, v_head_size] in the dtype of `q`, written in place and returned.
       k_descale, v_descale: factors of an 8-bit cache: numbers, or float32 tensors of one element, [num_kv_heads],
-        [batch, num_kv_heads] with equal rows, or [num_blocks, block_size, num_kv_heads].
+        [batch, num_kv_heads] with equal rows, on a GPU expanded from one, or [num_blocks, block_size, num_kv_heads].
       s_aux: [num_heads], sinks: logits that take part in the softmax's denominator alone, and not in the lse.
       max_seqlen_q: on a GPU, no request has more queries; None when unknown. With up to 8, decode takes all requests.
       scheduler_metadata: on a GPU what `plan_attention` returned for the step, or None to plan within the call.
@@ -177,10 +180,10 @@ def _on_gpu(
     return_lse: bool,
 ) -> Result:
     check_caches(q, k, v, ("k", "v"))
-    for name, descale, cache in zip(("k_descale", "v_descale"), descales, (k, v), strict=True):
-        check_descale(name, descale, cache)
+    num_reqs = plan.block_table.shape[0]
+    k_scale, v_scale = (descale_on_gpu(n, x, k, num_reqs) for n, x in zip(_DESCALES, descales, strict=True))
     check_out(out, (*q.shape[:2], *v.shape[-1:]), q.dtype)
-    result, lse = attend(q, k, v, plan, options, out, return_lse)
+    result, lse = attend(q, k, v, (k_scale, v_scale), plan, options, out, return_lse)
     return result if lse is None else (result, lse)
 
 

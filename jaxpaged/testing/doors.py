@@ -14,7 +14,7 @@ from jaxpaged.attention import kernels_refuse, make_options, paged_attention
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.testing import backend_doors
-from jaxpaged.testing.cases import FLOAT8, Case, Inputs, aligned, build, stored_as_bits
+from jaxpaged.testing.cases import FLOAT8, QUANTIZED, Case, Inputs, aligned, build, stored_as_bits
 
 Result = tuple[np.ndarray, np.ndarray | None]
 
@@ -224,17 +224,32 @@ def no_hopper() -> str | None:
     return None
 
 
-def on_gpu_refuses(case: Case) -> str | None:
-    """Why the functions for PyTorch don't take a case on a GPU, whatever this machine has."""
+def on_gpu_refuses(case: Case, longest_known: bool = False) -> str | None:
+    """Why the functions for PyTorch don't take a case on a GPU, whatever this machine has.
+
+    Args:
+      longest_known: whether they are told how many new tokens a request has at most.
+    """
     reason = _torch_refuses(case)
     if reason is not None:
         return reason
-    if case.cache_dtype is not None and case.cache_dtype != case.dtype:
-        return "on a GPU the functions take caches of the query's dtype"
+    if case.cache_dtype in QUANTIZED:
+        if not longest_known or max(case.query_lens, default=0) > _most_decoded(case):
+            return "on a GPU the functions take 8-bit caches where decode is known to take all requests"
+    elif case.cache_dtype not in (None, case.dtype):
+        return "on a GPU the functions take caches of 8 bits or of the query's dtype"
     options = build(case).options
     if not options.get("causal", True) and "alibi_slopes" in options:
         return "on a GPU the functions take slopes with causal=True alone"
     return _shapes_refused(case)
+
+
+def _most_decoded(case: Case) -> int:
+    from jaxpaged.pallas.attention import MOST_DECODED
+    from jaxpaged.pallas.config import most_decoded_rows
+
+    rows = most_decoded_rows(_cache(build(case), as_bits=False))
+    return min(MOST_DECODED, rows // (case.num_heads // case.num_kv_heads))
 
 
 def _shapes_refused(case: Case) -> str | None:
@@ -251,8 +266,8 @@ def _shapes_refused(case: Case) -> str | None:
     return None if reason == "there is nothing to compute" else reason
 
 
-def _cuda_refuses(refuses: Callable[[Case], str | None], case: Case) -> str | None:
-    return no_hopper() or refuses(case) or on_gpu_refuses(case)
+def _cuda_refuses(refuses: Callable[[Case], str | None], longest_known: bool, case: Case) -> str | None:
+    return no_hopper() or refuses(case) or on_gpu_refuses(case, longest_known)
 
 
 def _kvcache_refuses(case: Case) -> str | None:
@@ -271,12 +286,12 @@ DOORS = {
     "torch-kvcache": Door(_run_torch_kvcache, _kvcache_refuses),
     **{
         f"{name}-cuda": Door(
-            functools.partial(run, device="cuda"), functools.partial(_cuda_refuses, refuses), _in_half, 1.5
+            functools.partial(run, device="cuda"), functools.partial(_cuda_refuses, refuses, known), _in_half, 1.5
         )
-        for name, run, refuses in (
-            ("torch-varlen", _run_torch_varlen, _torch_refuses),
-            ("torch-planned", _run_torch_without_lse, _torch_refuses),
-            ("torch-kvcache", _run_torch_kvcache, _kvcache_refuses),
+        for name, run, refuses, known in (
+            ("torch-varlen", _run_torch_varlen, _torch_refuses, False),
+            ("torch-planned", _run_torch_without_lse, _torch_refuses, True),
+            ("torch-kvcache", _run_torch_kvcache, _kvcache_refuses, True),
         )
     },
     **{

@@ -109,6 +109,60 @@ def test_results_are_those_of_the_cpu(name: str, kind: str, return_lse: bool) ->
     close(out, expected)
 
 
+def eight_bits(given: dict[str, Any], dtype: torch.dtype, scale: Any) -> dict[str, Any]:
+    """The step over a cache of 8 bits."""
+    kv = torch.randn(2, BLOCKS, BLOCK, KV_HEADS, SIZE, device="cuda") * 0.5
+    numbers = (kv / 0.03).clamp(-127, 127)
+    stored = (numbers.round() if dtype == torch.int8 else numbers).to(dtype)
+    return given | {"k": stored[0], "v": stored[1], "k_descale": scale, "v_descale": scale}
+
+
+def scales_of(kind: str) -> Any:
+    one = torch.full((), 0.03, device="cuda")
+    by_head = torch.linspace(0.02, 0.04, KV_HEADS, device="cuda")
+    by_token = torch.linspace(0.02, 0.04, BLOCKS * BLOCK * KV_HEADS, device="cuda").view(BLOCKS, BLOCK, KV_HEADS)
+    return {"number": 0.03, "one": one.expand(8, KV_HEADS), "head": by_head.expand(8, KV_HEADS), "token": by_token}[
+        kind
+    ]
+
+
+EIGHT_BITS = [(d, s) for d in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8) for s in ("number", "one", "head")]
+
+
+@pytest.mark.parametrize("batch", [DECODES, GUESSES], ids=["decodes", "guesses"])
+@pytest.mark.parametrize(("dtype", "kind"), [*EIGHT_BITS, (torch.int8, "token")])
+def test_8_bit_caches_give_the_results_of_the_cpu(dtype: torch.dtype, kind: str, batch: Any, no_sync: Any) -> None:
+    given = eight_bits(step(*batch, padding=3), dtype, scales_of(kind))
+    flash_attn_varlen_func(**given)
+    torch.cuda.synchronize()
+    no_sync()
+    out, lse = flash_attn_varlen_func(**given, return_softmax_lse=True)
+    torch.cuda.set_sync_debug_mode("default")
+    expected, expected_lse = flash_attn_varlen_func(**on_cpu(given), return_softmax_lse=True)
+    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2e-2, atol=2e-2)  # weights are rounded, too
+    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=2e-3, atol=2e-3)
+
+
+def test_new_tokens_of_8_bit_caches_and_their_graph() -> None:
+    given = eight_bits(step(*DECODES), torch.float8_e4m3fn, 0.03)
+    caches, start = (given["k"], given["v"]), [given[n].clone() for n in "kv"]
+    q, k, v = (torch.randn(8, 1, n, SIZE, device="cuda").to(BF16) for n in (HEADS, KV_HEADS, KV_HEADS))
+    how = {"cache_seqlens": given["seqused_k"], "block_table": torch.randperm(64).int().view(8, 8).cuda()}
+    how |= {"causal": True, "k_descale": 0.03, "v_descale": 0.03}
+    how["cache_seqlens"].clamp_(max=100)
+    there = [x.cpu() for x in (q, *start, k, v)]
+    expected = flash_attn_with_kvcache(*there, **on_cpu(how))
+    out = flash_attn_with_kvcache(q, *caches, k, v, **how)
+    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2e-2, atol=2e-2)
+    for ours, theirs in zip(caches, there[1:3], strict=True):
+        assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
+    graph, captured = torch.cuda.CUDAGraph(), torch.empty_like(q)
+    with torch.cuda.graph(graph):
+        flash_attn_with_kvcache(q, *caches, k, v, **how, out=captured)
+    graph.replay()
+    assert torch.equal(captured, out)
+
+
 def test_nothing_waits_for_the_device(no_sync: Any) -> None:
     """With what was compiled, and made once, before."""
     mixed, decodes = step(*MIXED), step(*DECODES)

@@ -18,11 +18,12 @@ from jaxpaged.backends.functional import (
 )
 from jaxpaged.bridge import direct, head_values
 from jaxpaged.testing import doors
-from jaxpaged.testing.cases import named_cases
+from jaxpaged.testing.cases import QUANTIZED, named_cases
 from jaxpaged.testing.verify import compare
 
 T = torch.zeros
 BF16 = torch.bfloat16
+EIGHT = torch.zeros(12, 16, 2, 64).to(torch.float8_e4m3fn)
 
 
 @pytest.fixture
@@ -53,16 +54,20 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield called
 
 
-RUNS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "varlen": (doors._run_torch_varlen, doors._torch_refuses),
-    "planned": (doors._run_torch_without_lse, doors._torch_refuses),
-    "kvcache": (doors._run_torch_kvcache, doors._kvcache_refuses),
+RUNS: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {
+    "varlen": (doors._run_torch_varlen, doors._torch_refuses, False),
+    "planned": (doors._run_torch_without_lse, doors._torch_refuses, True),
+    "kvcache": (doors._run_torch_kvcache, doors._kvcache_refuses, True),
 }
+EIGHT_BITS = tuple(
+    case.name for case in named_cases()
+    if case.cache_dtype in QUANTIZED and doors.on_gpu_refuses(doors._in_half(case), True) is None
+)  # fmt: skip
 NAMES = (
     "mixed", "decode", "empty-rows", "all-padding", "speculative", "extra-tokens", "mixed-many", "many-decodes",
     "cross-attention", "table-too-narrow", "bad-blocks", "option-window", "option-soft-cap", "option-alibi",
     "option-alibi-per-request", "option-sinks", "option-encoder", "layout-N2HD", "layout-2NHD", "layout-NH2D",
-    "v-head-size-NHD", "gqa-3", "gqa-32", "head-size-80", "block-size-8", "float16",
+    "v-head-size-NHD", "gqa-3", "gqa-32", "head-size-80", "block-size-8", "float16", *EIGHT_BITS,
 )  # fmt: skip
 CASES = {case.name: case for case in named_cases()}
 
@@ -70,8 +75,8 @@ CASES = {case.name: case for case in named_cases()}
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", NAMES)
 def test_cases_by_the_operators(as_on_gpu: list[str], name: str, run: str) -> None:
-    function, refuses = RUNS[run]
-    door = doors.Door(function, lambda case: refuses(case) or doors.on_gpu_refuses(case), doors._in_half, 1.5)
+    function, refuses, known = RUNS[run]
+    door = doors.Door(function, lambda case: refuses(case) or doors.on_gpu_refuses(case, known), doors._in_half, 1.5)
     result = compare(CASES[name], run, door)
     if result.skipped:
         pytest.skip(result.skipped)
@@ -174,9 +179,14 @@ BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
     "float32": (
         {"q": T(9, 4, 64), "k": T(12, 16, 2, 64), "v": T(12, 16, 2, 64), "out": None}, NotImplementedError, "float32"
     ),
-    "8 bits": (
-        {n: T(12, 16, 2, 64).to(torch.float8_e4m3fn) for n in "kv"}, NotImplementedError, "key_cache: expected"
+    "8 bits": ({n: EIGHT for n in "kv"}, NotImplementedError, "max_seqlen_q: on a GPU, 8-bit .* up to 8 .* got None"),
+    "8 bits, long": ({**{n: EIGHT for n in "kv"}, "max_seqlen_q": 9}, NotImplementedError, "up to 8 new .* got 9"),
+    "int8": ({n: EIGHT.view(torch.int8) for n in "kv"}, ValueError, "k_scale"),
+    "scales of requests": (
+        {**{n: EIGHT for n in "kv"}, "k_descale": torch.ones(2, 2)}, NotImplementedError, "k_descale: .* per request"
     ),
+    "scale": ({**{n: EIGHT for n in "kv"}, "v_descale": torch.ones(3)}, ValueError, "v_descale: expected shape"),
+    "scale's dtype": ({**{n: EIGHT for n in "kv"}, "v_descale": T(1).half()}, TypeError, "v_descale: expected torch"),
     "out": ({"out": T(8, 4, 64, dtype=BF16)}, ValueError, "out: expected shape"),
     "q": ({"q": T(9, 5, 64, dtype=BF16)}, ValueError, "q: the number of heads"),
     "starts": ({"cu_seqlens_q": T(3)}, TypeError, "cu_seqlens_q: expected torch"),
@@ -232,7 +242,7 @@ def test_a_cache_is_not_written_if_attention_is_refused(as_on_gpu: list[str]) ->
 
 
 def test_scales_that_are_numbers_go_as_tensors_that_are_made_once(as_on_gpu: list[str]) -> None:
-    from jaxpaged.backends.gpu_cache import _remembered
+    from jaxpaged.backends.gpu_scales import _remembered
 
     key = torch.randn(4, 2, 64)
     slots, caches = torch.arange(4), [T(2, 16, 2, 64).to(torch.float8_e4m3fn) for _ in range(2)]
@@ -242,6 +252,57 @@ def test_scales_that_are_numbers_go_as_tensors_that_are_made_once(as_on_gpu: lis
     assert _remembered(0.5, key.device) is _remembered(0.5, key.device)
     with pytest.raises(NotImplementedError, match="reshape_and_cache_flash"):
         reshape_and_cache(key, key, *caches, slots, "auto", 1.0, 1.0)
+
+
+def test_scales_of_8_bit_caches_reach_decode(as_on_gpu: list[str]) -> None:
+    """As engines give them: numbers, of one element, expanded to requests and heads, of each head."""
+    given = step() | {"max_seqlen_q": 8}
+    caches = [torch.randn(12, 16, 2, 64).to(torch.float8_e4m3fn) for _ in range(2)]
+    eight = given | {"k": caches[0], "v": caches[1]}
+    plain = given | {n: (x.float() * 0.5).to(BF16) for n, x in zip("kv", caches, strict=True)}
+    expected = flash_attn_varlen_func(**plain)
+    half = torch.full((1,), 0.5)
+    kinds: list[Any] = [0.5, half, half[0], half.view(1, 1), half.expand(2, 2), half.expand(2), half.repeat(2)]
+    kinds.append(half.repeat(2).expand(2, 2))
+    as_on_gpu.clear()
+    for scale in kinds:
+        out = flash_attn_varlen_func(**eight, k_descale=scale, v_descale=scale)
+        torch.testing.assert_close(out, expected, rtol=1e-2, atol=4e-3)
+    assert as_on_gpu == ["plan_decode", "decode"] * len(kinds)
+    for wrong in ({"k_descale": 0.5}, {"v_descale": 0.5}):
+        assert not torch.allclose(flash_attn_varlen_func(**eight, **wrong), expected, rtol=1e-1, atol=1e-1)
+
+
+def test_layers_with_scales_of_other_shapes_have_plans_of_their_own(as_on_gpu: list[str]) -> None:
+    given = step() | {"k": EIGHT, "v": EIGHT}
+    plan = plan_attention(given["block_table"], given["seqused_k"], given["cu_seqlens_q"], 8)
+    for scale in (0.5, 0.25, torch.ones(2), torch.ones(2)):
+        flash_attn_varlen_func(**given, k_descale=scale, v_descale=scale, scheduler_metadata=plan)
+    assert as_on_gpu == ["plan_decode", "decode", "decode"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_new_tokens_are_stored_in_8_bits(
+    as_on_gpu: list[str], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    caches = [T(4, 16, 2, 64).to(dtype) for _ in range(2)]
+    ours, theirs = ([x.clone() for x in caches] for _ in range(2))
+    q, k, v = (torch.randn(2, 3, n, 64).to(BF16) for n in (4, 2, 2))
+    given: dict[str, Any] = {
+        "cache_seqlens": torch.tensor([2, 15], dtype=torch.int32), "causal": True, "k_descale": 0.03, "v_descale": 0.02,
+        "block_table": torch.tensor([[1, 2], [0, 3]], dtype=torch.int32),
+    }  # fmt: skip
+    out = flash_attn_with_kvcache(q, *ours, k, v, **given)
+    assert as_on_gpu == ["plan_decode", "reshape_and_cache", "decode"]
+    long = torch.randn(2, 9, 4, 64).to(BF16)
+    with pytest.raises(NotImplementedError, match="max_seqlen_q: on a GPU, 8-bit caches"):
+        flash_attn_with_kvcache(long, *ours, long[:, :, :2], long[:, :, :2], **given)
+    monkeypatch.undo()
+    expected = flash_attn_with_kvcache(q, *theirs, k, v, **given)
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=4e-3)
+    for x, y, old in zip(ours, theirs, caches, strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        assert not torch.equal(x.view(torch.uint8), old.view(torch.uint8))
 
 
 def test_values_per_head_are_made_once_and_again_when_written_to() -> None:
@@ -282,6 +343,6 @@ def test_slots_without_room_are_skipped() -> None:
     cache = T(6, 8, 2, 64)
     table = torch.tensor([[1, 4], [2, -1], [9, 0]], dtype=torch.int32)
     lens = torch.tensor([7, 7, 6], dtype=torch.int32)
-    found = gpu_kvcache.GpuCache(cache, cache, table, lens).new_slots(10)
+    found = gpu_kvcache.GpuCache(cache, cache, (None, None), table, lens).new_slots(10)
     expected = [15, *range(32, 40), -1, 23, *[-1] * 9, -1, -1, *range(8)]
     assert found.tolist() == expected
