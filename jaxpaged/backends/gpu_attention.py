@@ -42,9 +42,7 @@ def attend(
     Raises:
       NotImplementedError: the kernels don't take such tensors or options.
     """
-    q = q.detach()
-    if not (q.stride(2) == 1 and q.stride(1) == q.shape[2] and q.stride(0) % q.shape[2] == 0):
-        q = q.contiguous()
+    q = q.detach() if _heads_side_by_side(q) else q.detach().contiguous()
     sizes = (*q.shape[:2], v_cache.shape[-1])
     result = out if out is not None and out.is_contiguous() else q.new_empty(sizes)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
@@ -73,7 +71,12 @@ def make_plan(
     """
     _refuse_options(options)
     if not _is_empty(q, k_cache, plan):
-        _planned(q, k_cache, v_cache, scales, plan, _scores(options))
+        rows = q if _heads_side_by_side(q) else q.new_empty(q.shape)
+        _planned(rows.detach(), k_cache, v_cache, scales, plan, _scores(options))
+
+
+def _heads_side_by_side(q: torch.Tensor) -> bool:
+    return q.stride(2) == 1 and q.stride(1) == q.shape[2] and q.stride(0) % q.shape[2] == 0
 
 
 def _planned(

@@ -25,6 +25,7 @@ from jaxpaged.backends.checks import (
     on_gpu,
 )
 from jaxpaged.backends.gpu_attention import attend, given_plan
+from jaxpaged.backends.gpu_packed import in_blocks
 from jaxpaged.backends.gpu_plan import AttentionPlan
 from jaxpaged.backends.gpu_scales import descale_on_gpu
 from jaxpaged.backends.padded_calls import Options, State, paged_call, ragged_call
@@ -70,8 +71,9 @@ def flash_attn_varlen_func(
 
     On a GPU the kernels are launched on the current stream, and can be captured in a CUDA graph after a call with such
     shapes. No value is read on the host, so lengths that don't fit the tensors aren't noticed. `out` is written
-    directly. `block_table` is needed. `q` is float16 or bfloat16; caches are of the same dtype, or of 8 bits where
-    `max_seqlen_q` is known and decode takes all requests.
+    directly. `q` is float16 or bfloat16; caches are of the same dtype, or of 8 bits where `max_seqlen_q` is known and
+    decode takes all requests. Without `block_table`, keys and values are copied into blocks, as many columns of them as
+    `max_seqlen_k` says.
 
     Args:
       q: [total_q, num_heads, head_size] float32, bfloat16 or float16.
@@ -94,7 +96,8 @@ def flash_attn_varlen_func(
       s_aux: [num_heads], sinks: logits that take part in the softmax's denominator alone, and not in the lse.
       max_seqlen_q: on a GPU, no request has more queries; None when unknown. With up to 8, decode takes all requests.
       scheduler_metadata: on a GPU what `plan_attention` returned for the step, or None to plan within the call.
-      max_seqlen_k, deterministic, num_splits, fa_version, and on the CPU the two above: accepted and not looked at.
+      max_seqlen_k: on a GPU without `block_table`, no request has more keys; None when unknown.
+      deterministic, num_splits, fa_version, and on the CPU the three above: accepted and not looked at.
         They steer the speed of other implementations. Results here are deterministic always.
 
     Returns:
@@ -118,6 +121,11 @@ def flash_attn_varlen_func(
     }  # fmt: skip
     if on_gpu(**tensors):
         options = _shapes(q, cu_seqlens_q, scores)
+        if block_table is None:
+            _refuse_without_table(k_descale, v_descale, scheduler_metadata)
+            check_out(out, (*q.shape[:2], *v.shape[-1:]), q.dtype)
+            packed = in_blocks(q, k, v, cu_seqlens_k, seqused_k, cu_seqlens_q.shape[0] - 1, max_seqlen_k)
+            k, v, block_table, seqused_k = packed
         plan = _gpu_plan(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, block_table, scheduler_metadata)
         return _on_gpu(q, k, v, plan, options, (k_descale, v_descale), out, return_softmax_lse)
     check_tensors(**tensors)
@@ -127,13 +135,19 @@ def flash_attn_varlen_func(
     used = None if seqused_k is None else lengths("seqused_k", seqused_k, num_reqs)
     check_out(out, (*q.shape[:2], *v.shape[-1:]), q.dtype)
     if block_table is None:
-        if k_descale is not None or v_descale is not None:
-            raise ValueError("k_descale, v_descale: they belong to 8-bit caches, expected None without block_table")
+        _refuse_without_table(k_descale, v_descale, None)
         result = _dense(q, k, v, starts, cu_seqlens_k, used, options, return_softmax_lse)
     else:
         descales = (k_descale, v_descale)
         result = _paged(q, k, v, starts, cu_seqlens_k, used, block_table, descales, options, return_softmax_lse)
     return finished(*result, out)
+
+
+def _refuse_without_table(k_descale: Any, v_descale: Any, scheduler_metadata: Any) -> None:
+    if k_descale is not None or v_descale is not None:
+        raise ValueError("k_descale, v_descale: they belong to 8-bit caches, expected None without block_table")
+    if scheduler_metadata is not None:
+        raise ValueError("scheduler_metadata: a plan is made for a block table, expected None without one")
 
 
 def _shapes(q: torch.Tensor, cu_seqlens_q: torch.Tensor, scores: dict[str, Any]) -> Options:
@@ -148,15 +162,10 @@ def _gpu_plan(
     cu_seqlens_k: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
     max_seqlen_q: int | None,
-    block_table: torch.Tensor | None,
+    block_table: torch.Tensor,
     scheduler_metadata: Any,
 ) -> AttentionPlan:
     """The step's plan, or one for this call alone."""
-    if block_table is None:
-        raise NotImplementedError(
-            "block_table: on a GPU, packed keys and values without one are not supported; write them to a cache with "
-            "reshape_and_cache_flash and give its block table"
-        )
     plan = given_plan(scheduler_metadata)
     if plan is not None:
         plan.check(block_table=block_table, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q)

@@ -307,10 +307,29 @@ def test_a_graph_of_a_step_of_layers() -> None:
         assert all(torch.equal(x, y) for x, y in zip((*outs, *layers), expected, strict=True))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_keys_and_their_graph(causal: bool, no_sync: Any) -> None:
+    lens = [1, 700, 64, 0, 300]
+    starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(1100, n, SIZE, device="cuda").to(BF16) for n in (HEADS, KV_HEADS, KV_HEADS))
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_k": 700}
+    given["causal"] = causal
+    out = flash_attn_varlen_func(**given)
+    torch.cuda.synchronize()
+    no_sync()
+    assert flash_attn_varlen_func(**given).shape == out.shape
+    torch.cuda.set_sync_debug_mode("default")
+    close(out, flash_attn_varlen_func(**on_cpu(given)))
+    graph, captured = torch.cuda.CUDAGraph(), torch.full_like(q, torch.nan)
+    with torch.cuda.graph(graph):
+        flash_attn_varlen_func(**given, out=captured)
+    starts.copy_(torch.tensor([0, 10, 20, 500, 501, 1100], dtype=torch.int32))
+    graph.replay()
+    assert torch.equal(captured, flash_attn_varlen_func(**given))
+
+
 def test_what_a_gpu_does_not_take() -> None:
     given = step(*DECODES)
-    with pytest.raises(NotImplementedError, match="block_table: on a GPU, packed keys"):
-        flash_attn_varlen_func(**given | {"block_table": None})
     with pytest.raises(ValueError, match="seqused_k: expected a tensor on cuda:0"):
         flash_attn_varlen_func(**given | {"seqused_k": given["seqused_k"].cpu()})
     with pytest.raises(NotImplementedError, match="float32"):

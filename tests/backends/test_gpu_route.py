@@ -172,7 +172,7 @@ def test_queries_that_are_part_of_a_product_are_read_where_they_lie(
 
 
 BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "dense": ({"block_table": None}, NotImplementedError, "block_table: on a GPU, packed keys"),
+    "dense": ({"block_table": None}, ValueError, "k: expected shape"),
     "no lengths": ({"seqused_k": None}, ValueError, "seqused_k: with block_table"),
     "slopes": ({"alibi_slopes": T(4), "causal": False}, NotImplementedError, "alibi_slopes: on a GPU"),
     "descale": ({"k_descale": 2.0}, ValueError, "k_descale: it belongs to 8-bit caches"),
@@ -322,6 +322,46 @@ def test_values_per_head_are_made_once_and_again_when_written_to() -> None:
     count = len(head_values._made)
     del half
     assert len(head_values._made) == count - 1
+
+
+def packed(total: int = 90) -> dict[str, Any]:
+    torch.manual_seed(1)
+    return {
+        "q": torch.randn(9, 4, 64).to(BF16), "k": torch.randn(total, 2, 64).to(BF16),
+        "v": torch.randn(total, 2, 128).to(BF16), "cu_seqlens_q": torch.tensor([0, 1, 1, 1, 7], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 3, 3, 10, 85], dtype=torch.int32), "causal": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [{}, {"max_seqlen_k": 75, "max_seqlen_q": 6}, {"causal": False}, {"used": True}])
+def test_packed_keys_are_attended_to_as_on_the_cpu(
+    as_on_gpu: list[str], monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    used = {"seqused_k": torch.tensor([2, 0, 7, 70], dtype=torch.int32)} if "used" in how else how
+    given = packed() | used
+    out, lse = flash_attn_varlen_func(**given, return_softmax_lse=True)
+    attend = ["plan_decode", "decode"] if "max_seqlen_q" in how else ["plan_prefill", "prefill"]
+    assert as_on_gpu == ["reshape_and_cache", *attend]
+    narrow = flash_attn_varlen_func(**given | {"max_seqlen_k": 64})
+    assert not torch.equal(narrow, out)  # a bound that isn't one
+    monkeypatch.undo()
+    expected, expected_lse = flash_attn_varlen_func(**given, return_softmax_lse=True)
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=4e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_keys_take_no_plan_and_no_scales(as_on_gpu: list[str]) -> None:
+    given = step()
+    plan = plan_attention(given["block_table"], given["seqused_k"], given["cu_seqlens_q"])
+    for change, message in (
+        ({"scheduler_metadata": plan}, "scheduler_metadata: a plan is made for a block table"),
+        ({"k_descale": 1.0}, "k_descale, v_descale: they belong to 8-bit caches"),
+        ({"cu_seqlens_k": None}, "cu_seqlens_k: expected cumulative lengths"),
+        ({"cu_seqlens_k": torch.zeros(3, dtype=torch.int32)}, "cu_seqlens_k: expected shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flash_attn_varlen_func(**packed() | change)
+    assert not as_on_gpu
 
 
 def test_tensors_on_two_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
