@@ -72,7 +72,7 @@ def make_plan(
     _refuse_options(options)
     if not _is_empty(q, k_cache, plan):
         rows = q if _heads_side_by_side(q) else q.new_empty(q.shape)
-        _planned(rows.detach(), k_cache, v_cache, scales, plan, _scores(options))
+        _planned(rows.detach(), k_cache, v_cache, scales, plan, scores_of(options))
 
 
 def _heads_side_by_side(q: torch.Tensor) -> bool:
@@ -100,7 +100,8 @@ def _planned(
     return length, plan.decode(q, k_cache, v_cache, scales, length, scores)
 
 
-def _scores(options: Options) -> ScoreOptions:
+def scores_of(options: Options) -> ScoreOptions:
+    """What scores go through, as the operators take it."""
     left, right = (-1 if side is None else side for side in options.window)
     return ScoreOptions(options.scale, options.causal, left, right, options.soft_cap or 0.0)
 
@@ -125,7 +126,7 @@ def _launch(
     lse: torch.Tensor | None,
 ) -> None:
     _refuse_options(options)
-    scores = _scores(options)
+    scores = scores_of(options)
     length, planned = _planned(q, k_cache, v_cache, scales, plan, scores)
     slopes, sinks = options.alibi_slopes, options.sinks
     sizes: dict[str, Any] = {"num_kv_heads": k_cache.shape[2], "max_query_len": length or 1}

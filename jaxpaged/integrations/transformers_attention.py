@@ -1,14 +1,18 @@
 """The attention function that transformers' continuous batching calls for each layer."""
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from jaxpaged.backends.arguments import attention_options, check_caches
-from jaxpaged.backends.checks import check_activation, check_tensors
+from jaxpaged.backends.checks import check_activation, check_tensors, on_gpu
 from jaxpaged.backends.functional import flash_attn_varlen_func, flash_attn_with_kvcache, reshape_and_cache_flash
+from jaxpaged.backends.gpu_attention import make_plan
+from jaxpaged.backends.gpu_packed import refuse_packed
+from jaxpaged.backends.padded_calls import Options
 from jaxpaged.bridge.dlpack import refuse_grad
-from jaxpaged.integrations.transformers_step import Layer, Step, plan_of
+from jaxpaged.integrations.transformers_step import Layer, Plan, Step, plan_of
 
 NAME = "paged|jaxpaged"
 """What transformers' `attn_implementation` has to be."""
@@ -62,20 +66,29 @@ def attention_forward(
     step = Step.of(batch)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "s_aux": s_aux}
-    _check(layer, q, k, v, options)
-    if step.block_table is not None:
-        out = _decode(layer, step, q, k, v, options)
-    elif layer.ring is not None and not step.decodes_from_cache(layer.group):
+    gpu = on_gpu(query=q, key=k, value=v, s_aux=s_aux, **{"cache.key_cache": layer.key_cache})
+    checked = _check(layer, q, k, v, options, gpu)
+    if layer.ring is not None and step.block_table is None and not step.decodes_from_cache(layer.group):
+        if gpu:
+            refuse_packed(q, k, v, checked)
         out = _attend_beside_cache(layer, step, q, k, v, options)
+    elif gpu:
+        plan = plan_of(layer, step, gpu)
+        assert plan.attention is not None
+        window = checked if layer.ring is None else dataclasses.replace(checked, window=(None, None))
+        make_plan(q, *layer.blocks(plan.block_size), (None, None), plan.attention, window)  # it refuses, if anything
+        out = _write_and_attend(layer, step, plan, q, k, v, options)
+    elif step.block_table is not None:
+        out = _decode(layer, step, q, k, v, options)
     else:
-        out = _write_and_attend(layer, step, q, k, v, options)
+        out = _write_and_attend(layer, step, plan_of(layer, step, gpu), q, k, v, options)
     assert isinstance(out, torch.Tensor)
     return out.unsqueeze(0), None
 
 
 def _decode(layer: Layer, step: Step, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
     """One new token a request, and a block table from transformers."""
-    plan = plan_of(layer, step)
+    plan = plan_of(layer, step, gpu=False)
     key_blocks, value_blocks = layer.blocks(plan.block_size)
     out = flash_attn_with_kvcache(
         q.unsqueeze(1),
@@ -93,11 +106,11 @@ def _decode(layer: Layer, step: Step, q: Any, k: Any, v: Any, options: dict[str,
     return out.squeeze(1)
 
 
-def _write_and_attend(layer: Layer, step: Step, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+def _write_and_attend(layer: Layer, step: Step, plan: Plan, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
     """Any batch of a layer that keeps all, and decodes of one with a ring, where a query sees all that is kept."""
-    plan = plan_of(layer, step)
+    assert plan.new_slots is not None
     key_cache, value_cache = layer.blocks(layer.block_size)
-    reshape_and_cache_flash(k, v, key_cache, value_cache, step.write_index[layer.group], "auto", 1.0, 1.0)
+    reshape_and_cache_flash(k, v, key_cache, value_cache, plan.new_slots, "auto", 1.0, 1.0)
     key_blocks, value_blocks = layer.blocks(plan.block_size)
     return flash_attn_varlen_func(
         q,
@@ -110,6 +123,7 @@ def _write_and_attend(layer: Layer, step: Step, q: Any, k: Any, v: Any, options:
         causal=True,
         window_size=layer.window_size if layer.ring is None else (-1, -1),
         block_table=plan.block_table,
+        scheduler_metadata=plan.attention,
         **options,
     )
 
@@ -155,15 +169,16 @@ def _refuse(module: torch.nn.Module, attention_mask: Any, dropout: float, batch:
         raise ValueError(f"is_causal: {NAME} is for decoders, expected True, got False")
 
 
-def _check(layer: Layer, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
+def _check(layer: Layer, q: Any, k: Any, v: Any, options: dict[str, Any], gpu: bool) -> Options:
     """What the functions below would find wrong as well, but after the write."""
-    check_tensors(query=q, key=k, value=v, s_aux=options["s_aux"])
+    if not gpu:
+        check_tensors(query=q, key=k, value=v, s_aux=options["s_aux"])
     check_activation("query", q, ("num_tokens", "num_heads", "head_size"))
     key_cache, value_cache = layer.blocks(layer.block_size)
     for name, x, cache in (("key", k, key_cache), ("value", v, value_cache)):
         check_activation(name, x, ("num_tokens", *cache.shape[2:]), q.dtype)
     check_caches(q, key_cache, value_cache, ("cache.key_cache", "cache.value_cache"))
-    attention_options(q, 0, causal=True, window_size=layer.window_size, alibi_slopes=None, **options)
+    return attention_options(q, 0, causal=True, window_size=layer.window_size, alibi_slopes=None, **options)
 
 
 def _check_states(name: str, x: Any, query: torch.Tensor) -> None:

@@ -11,6 +11,9 @@ from typing import Any, Self
 
 import torch
 
+from jaxpaged.backends.functional import AttentionPlan, plan_attention
+from jaxpaged.backends.gpu_kvcache import GpuCache
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 """transformers' names of layer types."""
 
@@ -138,18 +141,32 @@ class Plan:
     Attributes:
       block_table: [num_reqs, max_blocks] int32; -1 past a request's blocks.
       block_size: of the blocks in the table, which divides the cache's.
-      seq_lens: [num_reqs] int32, the keys in the cache: with the new ones; without where transformers made the table.
+      seq_lens: [num_reqs] int32, the keys in the cache: with the new ones; without where transformers made the table,
+        but not on a GPU.
+      new_slots: [num_tokens] int64, where the new tokens go; None where transformers made the table, but on a GPU.
+      attention: what the group's layers share on a GPU; None elsewhere.
     """
 
     block_table: torch.Tensor
     block_size: int
     seq_lens: torch.Tensor
+    new_slots: torch.Tensor | None
+    attention: AttentionPlan | None = None
+
+    def on_gpu(self, layer: Layer, step: Step) -> "Plan":
+        """The plan with what layers share on a GPU."""
+        lens, slots, longest = self.seq_lens, self.new_slots, step.max_seqlen_q
+        if slots is None:
+            slots = GpuCache(*layer.blocks(self.block_size), (None, None), self.block_table, lens).new_slots(1)
+            lens, longest = step.cu_seq_lens_k_of(layer.layer_type).diff(), 1
+        attention = plan_attention(self.block_table, lens, step.cu_seq_lens_q, longest)
+        return dataclasses.replace(self, seq_lens=lens, new_slots=slots, attention=attention)
 
 
 _latest = threading.local()
 
 
-def plan_of(layer: Layer, step: Step) -> Plan:
+def plan_of(layer: Layer, step: Step, gpu: bool) -> Plan:
     """The plan of a layer's group, made by the first layer that asks in a step.
 
     Steps are told apart by their list of read indices, a new one in each, while the tensors in it are written anew.
@@ -159,7 +176,8 @@ def plan_of(layer: Layer, step: Step) -> Plan:
     if getattr(_latest, "read_index", None) is not step.read_index or _latest.capturing != capturing:
         _latest.read_index, _latest.capturing, _latest.plans = step.read_index, capturing, {}
     if layer.group not in _latest.plans:
-        _latest.plans[layer.group] = _make_plan(layer, step)
+        plan = _make_plan(layer, step)
+        _latest.plans[layer.group] = plan.on_gpu(layer, step) if gpu else plan
     return _latest.plans[layer.group]
 
 
@@ -168,7 +186,7 @@ def _make_plan(layer: Layer, step: Step) -> Plan:
     lens = ends.diff()
     if step.block_table is not None:
         # Rows of padding have no keys at all.
-        return Plan(step.block_table[layer.group], layer.block_size, (lens - 1).clamp_min(0))
+        return Plan(step.block_table[layer.group], layer.block_size, (lens - 1).clamp_min(0), None)
     slots, new = step.read_index[layer.group], step.write_index[layer.group]
     block_size, longest = layer.block_size, step.max_seqlen_k_of(layer.layer_type)
     if layer.ring is not None:
@@ -179,7 +197,7 @@ def _make_plan(layer: Layer, step: Step) -> Plan:
     elif slots.numel() == 0:
         slots = new
     columns = -(-longest // block_size)
-    return Plan(_block_table(slots, ends[:-1], lens, columns, block_size, layer.ring), block_size, lens)
+    return Plan(_block_table(slots, ends[:-1], lens, columns, block_size, layer.ring), block_size, lens, new)
 
 
 def _block_table(

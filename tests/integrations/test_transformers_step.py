@@ -243,3 +243,85 @@ def test_an_older_release_is_refused(monkeypatch: pytest.MonkeyPatch, version: s
     monkeypatch.setattr(integration.importlib.metadata, "version", lambda package: version)
     with pytest.raises(ImportError, match=f"expected 5.17, .* got {version}"):
         integration.register()
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Tensors of the CPU take a GPU's way, and the operators' CPU implementations stand in. Gives the operators."""
+    from jaxpaged.backends import cache_functions, gpu_plan, varlen
+    from jaxpaged.bridge import direct
+
+    called: list[str] = []
+
+    def recorded(name):
+        operator = getattr(torch.ops.jaxpaged, name)
+
+        def call(*arguments):
+            called.append(name)
+            return operator(*arguments)
+
+        return call
+
+    for module in (cache_functions, gpu_plan, transformers_attention, varlen):
+        monkeypatch.setattr(module, "on_gpu", lambda **tensors: True)
+    for name in ("plan_decode", "decode", "plan_prefill", "prefill", "reshape_and_cache"):
+        monkeypatch.setattr(direct, name, recorded(name))
+    return called
+
+
+@pytest.mark.parametrize(("window", "padded"), [(None, False), (16, False), (16, True), (24, False)])
+def test_the_way_of_a_gpu_equals_the_oracle(as_on_gpu: list[str], window: int | None, padded: bool) -> None:
+    cache = FakeCache(window=window, block_size=8, dtype=torch.bfloat16)
+    requests = Requests(cache, dtype=torch.bfloat16)
+    for parts in [*PROMPTS, *DECODES, *LATER]:
+        tokens = sum(part.length for part in parts)
+        size = max(32, tokens) if padded else tokens
+        arguments = step_arguments(cache, parts, padded_to=size if padded else None)
+        for layer in cache.layer_index_to_group_indices:
+            result, expected = requests.run(layer, parts, arguments, padding=size - tokens)
+            check(result, expected, 2e-2)
+    assert {"reshape_and_cache", "prefill"} <= set(as_on_gpu)
+
+
+def test_layers_share_a_plan_on_a_gpu(as_on_gpu: list[str]) -> None:
+    cache = FakeCache(window=16, block_size=8, dtype=torch.bfloat16)
+    requests = Requests(cache, dtype=torch.bfloat16)
+    for parts in PROMPTS:
+        for layer in (0, 1):
+            requests.run(layer, parts, step_arguments(cache, parts))
+    as_on_gpu.clear()
+    arguments = step_arguments(cache, DECODES[0])
+    for layer in (0, 1, 0, 1):
+        requests.run(layer, DECODES[0], arguments)
+    first, later = ["plan_decode", "reshape_and_cache", "decode"], ["reshape_and_cache", "decode"]
+    assert as_on_gpu == [*first * 2, *later * 2]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_block_tables_of_transformers_on_a_gpu(as_on_gpu: list[str], padded: bool) -> None:
+    cache = FakeCache(window=None, block_size=8, dtype=torch.bfloat16)
+    requests = Requests(cache, dtype=torch.bfloat16)
+    for parts in PROMPTS:
+        check(*requests.run(0, parts, step_arguments(cache, parts)), 2e-2)
+    as_on_gpu.clear()
+    for parts in DECODES:
+        arguments = step_arguments(cache, parts, with_table=True, padded_to=8 if padded else None)
+        for options in ({}, {"sliding_window": 3}):
+            check(*requests.run(0, parts, arguments, padding=8 - len(parts) if padded else 0, **options), 2e-2)
+    assert as_on_gpu == ["plan_decode", "reshape_and_cache", "decode"] * 2 * len(DECODES)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_what_the_kernels_do_not_take_is_refused_before_anything_is_written(as_on_gpu: list[str], layer: int) -> None:
+    for cache in (
+        FakeCache(window=10, block_size=4),  # float32
+        FakeCache(window=10, block_size=4, dtype=torch.bfloat16, head_size=HEAD_SIZE // 4),
+    ):
+        before = cache.key_cache[0].clone()
+        states = [torch.ones(1, n, 19, cache.key_cache[0].shape[-1]) for n in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
+        states = [x.to(cache.key_cache[0].dtype) for x in states]
+        module = types.SimpleNamespace(layer_idx=layer)
+        with pytest.raises(NotImplementedError, match="the kernels take"):
+            attention_forward(module, *states, None, cache=cache, **step_arguments(cache, PROMPTS[0]))
+        assert torch.equal(cache.key_cache[0].nan_to_num(7.0), before.nan_to_num(7.0))
+    assert not set(as_on_gpu) & {"reshape_and_cache", "decode", "prefill"}
