@@ -6,8 +6,17 @@ import torch
 
 from jaxpaged.backends import cache_functions
 from jaxpaged.backends.attention_type import AttentionType, MetadataError
+from jaxpaged.backends.checks import on_gpu
 from jaxpaged.backends.flash_builder import FlashAttentionMetadataBuilder
 from jaxpaged.backends.flash_metadata import FlashAttentionMetadata
+from jaxpaged.backends.gpu_parts import (
+    GpuLayerCache,
+    GpuPackedPart,
+    GpuPagedPart,
+    GpuPart,
+    attend_on_gpu,
+    plan_of,
+)
 from jaxpaged.backends.layer_cache import layer_cache
 from jaxpaged.backends.parts import NewTokens, PackedPart, PagedPart, Part, attend, check_num_tokens
 from jaxpaged.backends.settings import Settings, check_head_size
@@ -167,7 +176,8 @@ class FlashAttentionImpl:
           [num_tokens, num_heads * head_size].
 
         Raises:
-          NotImplementedError: tensors that are not on the CPU.
+          NotImplementedError: on a GPU, what the kernels don't take, block-sparse masks, and prompts that attend to an
+            8-bit cache.
           TypeError, ValueError: an argument or the metadata don't fit, or `attn_type` is cross-attention, for which
             these metadata have no lengths; nothing has been written.
         """
@@ -177,20 +187,52 @@ class FlashAttentionImpl:
                 "attn_type: FlashAttentionMetadata have no lengths and block tables of an encoder, expected another "
                 "type than cross-attention"
             )
-        query, by_head, value_by_head = self._settings.heads(query, key, value)
+        gpu = on_gpu(query=query, key=key, value=value, kv_cache=kv_cache)
+        query, by_head, value_by_head = self._settings.heads(query, key, value, gpu)
         if by_head is None or value_by_head is None:
             raise ValueError("key, value: expected the new tokens' keys and values, got None")
         meta = attn_metadata
         for name, x in (("query", query), ("key", by_head), ("value", value_by_head)):
             check_num_tokens(name, x, meta.num_prefill_tokens, meta.num_decode_tokens)
-        cache: TorchCache | None = None
+        cache: TorchCache | GpuLayerCache | None = None
         new: NewTokens | None = None
         if kv_cache is not None and attn_type == AttentionType.DECODER:
             check_shape("kv_cache", kv_cache.shape, (2, "num_blocks", "block_size", self.num_kv_heads, self.head_size))
-            cache = layer_cache(kv_cache[0], kv_cache[1], self.kv_cache_dtype, k_scale, v_scale)
+            make = GpuLayerCache.of if gpu else layer_cache
+            cache = make(kv_cache[0], kv_cache[1], self.kv_cache_dtype, k_scale, v_scale)
             new = (by_head, value_by_head, meta.slot_mapping.flatten())
-        parts = self._parts(meta, attn_type, by_head, value_by_head, cached=cache is not None)
-        return attend(query, parts, cache, new).flatten(1)
+        given = (meta, attn_type, by_head, value_by_head)
+        if gpu:
+            assert not isinstance(cache, TorchCache)
+            parts = self._gpu_parts(*given, cached=cache is not None)
+            return attend_on_gpu(query, parts, cache, new).flatten(1)
+        assert not isinstance(cache, GpuLayerCache)
+        return attend(query, self._parts(*given, cached=cache is not None), cache, new).flatten(1)
+
+    def _gpu_parts(
+        self,
+        meta: FlashAttentionMetadata,
+        attn_type: AttentionType,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        cached: bool,
+    ) -> list[GpuPart]:
+        options = self._settings.options(attn_type)
+        split, end = meta.num_prefill_tokens, meta.num_prefill_tokens + meta.num_decode_tokens
+        parts: list[GpuPart] = []
+        prefill, decode = meta.prefill_metadata, meta.decode_metadata
+        if prefill is not None and _whole_prompts(prefill, cached):
+            starts = _starts_of_prompts(prefill)
+            parts.append(GpuPackedPart(slice(0, split), starts, key[:split], value[:split], options))
+        elif prefill is not None:
+            batch = (prefill.block_tables, prefill.seq_lens_tensor, prefill.query_start_loc)
+            plan = plan_of(prefill, *batch, longest=None)
+            parts.append(GpuPagedPart(slice(0, split), plan, options))
+        if decode is not None:
+            plan = plan_of(decode, decode.block_tables, decode.seq_lens_tensor, None, longest=1)
+            parts.append(GpuPagedPart(slice(split, end), plan, options))
+        return parts
 
     def _parts(
         self,
@@ -205,10 +247,8 @@ class FlashAttentionImpl:
         split, end = meta.num_prefill_tokens, meta.num_prefill_tokens + meta.num_decode_tokens
         parts: list[Part] = []
         prefill, decode = meta.prefill_metadata, meta.decode_metadata
-        if prefill is not None and (not cached or prefill.block_tables is None or prefill.block_tables.numel() == 0):
-            if prefill.seq_start_loc is None:
-                raise MetadataError("attn_metadata.seq_start_loc: expected a tensor for whole prompts, got None")
-            lens = prefill.seq_start_loc.diff().tolist()
+        if prefill is not None and _whole_prompts(prefill, cached):
+            lens = _starts_of_prompts(prefill).diff().tolist()
             parts.append(
                 PackedPart.of(
                     slice(0, split), options, key=key[:split], value=value[:split], query_lens=lens, kv_lens=lens,
@@ -226,6 +266,17 @@ class FlashAttentionImpl:
             tables, seq_lens = decode.block_tables, decode.seq_lens_tensor
             parts.append(PagedPart.of(slice(split, end), options, block_table=tables, seq_lens=seq_lens))
         return parts
+
+
+def _whole_prompts(prefill: FlashAttentionMetadata, cached: bool) -> bool:
+    """Whether prompts attend to their new keys, and not to the cache."""
+    return not cached or prefill.block_tables is None or prefill.block_tables.numel() == 0
+
+
+def _starts_of_prompts(prefill: FlashAttentionMetadata) -> torch.Tensor:
+    if prefill.seq_start_loc is None:
+        raise MetadataError("attn_metadata.seq_start_loc: expected a tensor for whole prompts, got None")
+    return prefill.seq_start_loc
 
 
 def _blocks_first(name: str, kv_cache: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,8 @@ class Packed(NamedTuple):
 
 def refuse_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> None:
     """Raise NotImplementedError for packed keys and values that the kernels don't take."""
-    caches = (x.new_empty(1, _BLOCK_SIZE, *x.shape[1:]) for x in (k, v))
-    refuse_call(cache_shapes(*caches, None, None).cache, q, 1, 1, None, scores_of(options).options())
+    k_cache, v_cache = (x.new_empty(1, _BLOCK_SIZE, *x.shape[1:]) for x in (k, v))
+    refuse_call(cache_shapes(k_cache, v_cache, None, None).cache, q, 1, 1, None, scores_of(options).options())
 
 
 def in_blocks(

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from jaxpaged.backends.checks import check_tensors
+from jaxpaged.backends.checks import check_tensors, on_gpu
 from jaxpaged.bridge.torch_cache import QUANTIZED_DTYPES, quantize
 
 
@@ -15,7 +15,8 @@ def check_output(
     query: torch.Tensor,
 ) -> None:
     """Raise unless `store` can put results for `query` there; see the arguments of `store`."""
-    check_tensors(output=output, output_scale=output_scale)
+    if not on_gpu(query=query, output=output, output_scale=output_scale):
+        check_tensors(output=output, output_scale=output_scale)
     if output_block_scale is not None:
         raise NotImplementedError("output_block_scale: 4-bit outputs are not supported, expected None")
     if output_scale is None:

@@ -97,10 +97,15 @@ class Settings:
         )
 
     def heads(
-        self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None
+        self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, gpu: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Query, key and value as [num_tokens, heads, head_size], from that or from [num_tokens, heads * head_size]."""
-        check_tensors(query=query, key=key, value=value)
+        """Query, key and value as [num_tokens, heads, head_size], from that or from [num_tokens, heads * head_size].
+
+        Args:
+          gpu: whether they are tensors of a GPU, as `on_gpu` says; else they must be on the CPU.
+        """
+        if not gpu:
+            check_tensors(query=query, key=key, value=value)
         if (key is None) != (value is None):
             raise ValueError("key, value: expected both or neither")
         by_head = [_by_head("query", query, self.num_heads, self.head_size)]

@@ -24,6 +24,11 @@ def by_column_once(x: torch.Tensor | None, *, num_kv_heads: int, max_query_len: 
     return _once(x, (num_kv_heads, max_query_len), lambda x: by_column(x, **how))
 
 
+def on_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Values where kernels read them, copied there once: the tensor itself if it is there."""
+    return x if x.device == device else _once(x, device, lambda x: x.to(device))
+
+
 def _as_float32(x: torch.Tensor) -> torch.Tensor:
     return x.float().contiguous()
 

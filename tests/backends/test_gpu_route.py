@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_way import take_the_way_of_a_gpu
 
 from jaxpaged.backends import cache_functions, checks, gpu_kvcache, gpu_plan, kvcache, merge, varlen
 from jaxpaged.backends.functional import (
@@ -16,7 +17,7 @@ from jaxpaged.backends.functional import (
     reshape_and_cache,
     reshape_and_cache_flash,
 )
-from jaxpaged.bridge import direct, head_values
+from jaxpaged.bridge import head_values
 from jaxpaged.testing import doors
 from jaxpaged.testing.cases import QUANTIZED, named_cases
 from jaxpaged.testing.verify import compare
@@ -29,29 +30,7 @@ EIGHT = torch.zeros(12, 16, 2, 64).to(torch.float8_e4m3fn)
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Within it tensors of the CPU take a GPU's way. Gives the names of operators called."""
-    called: list[str] = []
-
-    def passes(**tensors: Any) -> bool:
-        for name, x in tensors.items():
-            if x is not None and not isinstance(x, torch.Tensor):
-                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        return True
-
-    for module in (varlen, kvcache, cache_functions, merge, gpu_plan):
-        monkeypatch.setattr(module, "on_gpu", passes)
-
-    def recorded(name: str) -> Callable[..., Any]:
-        operator = getattr(torch.ops.jaxpaged, name)
-
-        def call(*arguments: Any) -> Any:
-            called.append(name)
-            return operator(*arguments)
-
-        return call
-
-    for name in ("plan_decode", "decode", "plan_prefill", "prefill", "reshape_and_cache"):
-        monkeypatch.setattr(direct, name, recorded(name))
-    yield called
+    yield take_the_way_of_a_gpu(monkeypatch, varlen, kvcache, cache_functions, merge, gpu_plan)
 
 
 RUNS: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {

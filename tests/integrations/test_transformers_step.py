@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from gpu_way import take_the_way_of_a_gpu  # noqa: E402
 from transformers_fake_cache import SLIDING, FakeCache, Part, step_arguments  # noqa: E402
 
 from jaxpaged.integrations import transformers as integration  # noqa: E402
@@ -249,24 +250,8 @@ def test_an_older_release_is_refused(monkeypatch: pytest.MonkeyPatch, version: s
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Tensors of the CPU take a GPU's way, and the operators' CPU implementations stand in. Gives the operators."""
     from jaxpaged.backends import cache_functions, gpu_plan, varlen
-    from jaxpaged.bridge import direct
 
-    called: list[str] = []
-
-    def recorded(name):
-        operator = getattr(torch.ops.jaxpaged, name)
-
-        def call(*arguments):
-            called.append(name)
-            return operator(*arguments)
-
-        return call
-
-    for module in (cache_functions, gpu_plan, transformers_attention, varlen):
-        monkeypatch.setattr(module, "on_gpu", lambda **tensors: True)
-    for name in ("plan_decode", "decode", "plan_prefill", "prefill", "reshape_and_cache"):
-        monkeypatch.setattr(direct, name, recorded(name))
-    return called
+    return take_the_way_of_a_gpu(monkeypatch, cache_functions, gpu_plan, transformers_attention, varlen)
 
 
 @pytest.mark.parametrize(("window", "padded"), [(None, False), (16, False), (16, True), (24, False)])
