@@ -56,6 +56,7 @@ class Batch:
             "block_table_tensor": engine.table,
             "slot_mapping": self.slots,
             "causal": causal,
+            "max_query_len": max(engine.query_lens),
         }
         return SimpleNamespace(**fields | changes)
 

@@ -6,7 +6,15 @@ from typing import Any
 import torch
 
 from jaxpaged.backends.attention_type import AttentionType
-from jaxpaged.backends.checks import check_activation
+from jaxpaged.backends.checks import check_activation, on_gpu
+from jaxpaged.backends.gpu_parts import (
+    GpuLayerCache,
+    GpuPackedPart,
+    GpuPagedPart,
+    GpuPart,
+    attend_on_gpu,
+    plan_of,
+)
 from jaxpaged.backends.layer_cache import layer_cache
 from jaxpaged.backends.outputs import check_output, store
 from jaxpaged.backends.padded_calls import Options
@@ -102,7 +110,11 @@ class AttentionLayer:
         Raises:
           TypeError, ValueError: an argument doesn't fit; nothing has been written.
         """
-        if self.attn_type not in _WITHOUT_CACHE:
+        if self.attn_type in _WITHOUT_CACHE:
+            return
+        if on_gpu(key=key, value=value, kv_cache=kv_cache, slot_mapping=slot_mapping):
+            self._gpu_cache(layer, kv_cache).write(key, value, slot_mapping)
+        else:
             write_kv_(self._cache(layer, kv_cache), key, value, slot_mapping)
 
     def forward(
@@ -129,17 +141,22 @@ class AttentionLayer:
           output_scale: one float32 number by which results are divided to be stored in an `output` of 8 bits.
 
         Raises:
-          NotImplementedError: `output_block_scale`, or tensors that are not on the CPU.
+          NotImplementedError: `output_block_scale`, or on a GPU what the kernels don't take, prompts that attend to an
+            8-bit cache, and requests of which some are causal.
           TypeError, ValueError: an argument or the metadata don't fit; nothing has been written.
         """
         if attn_metadata is None:
             return output.zero_()
-        query, key, value = self._settings.heads(query, key, value)
+        gpu = on_gpu(query=query, output=output)
+        query, key, value = self._settings.heads(query, key, value, gpu)
         num_tokens = attn_metadata.num_actual_tokens
         if query.shape[0] < num_tokens:
             raise ValueError(f"query: expected {num_tokens} tokens or more, as in attn_metadata, got {query.shape[0]}")
         rows = query[:num_tokens]
         check_output(output, output_scale, output_block_scale, rows)
+        if gpu:
+            self._attend_on_gpu(layer, rows, key, value, kv_cache, attn_metadata, output, output_scale)
+            return output
         if self.attn_type in _WITHOUT_CACHE:
             part, cache = self._packed_part(attn_metadata, key, value), None
         else:
@@ -147,16 +164,57 @@ class AttentionLayer:
         store(attend(rows, [part], cache, None), output, output_scale)
         return output
 
-    def _cache(self, layer: Any, kv_cache: torch.Tensor) -> TorchCache:
+    def _attend_on_gpu(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        meta: JaxpagedMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None,
+    ) -> None:
+        """Write the first rows of `output`, directly if they have the query's dtype."""
+        tokens = slice(0, meta.num_actual_tokens)
+        part: GpuPart
+        cache = None
+        if self.attn_type in _WITHOUT_CACHE:
+            key, value = _needed(key, value)
+            own = (key[tokens], value[tokens])
+            options = self._options(meta)
+            part = GpuPackedPart(tokens, meta.query_start_loc, *own, options, meta.max_query_len)
+        else:
+            cache = self._gpu_cache(layer, kv_cache)
+            batch = (meta.block_table, meta.seq_lens, meta.query_start_loc, meta.max_query_len)
+            part = GpuPagedPart(tokens, plan_of(meta, *batch, ("block_table", "seq_lens")), self._options(meta))
+        direct = output_scale is None and output.is_contiguous()
+        out = output[tokens].view(query.shape) if direct else None
+        result = attend_on_gpu(query, [part], cache, None, out)
+        if not direct:
+            store(result, output, output_scale)
+
+    def _sides(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [num_blocks, block_size, num_kv_heads, head_size]."""
         shape = ("num_blocks", self.num_kv_heads, "block_size", 2 * self.head_size)
         check_shape("kv_cache", kv_cache.shape, shape)
         key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, -1)
+        return key_cache, value_cache
+
+    def _gpu_cache(self, layer: Any, kv_cache: torch.Tensor) -> GpuLayerCache:
+        scales = (1.0, 1.0) if self._stored == "auto" else (layer._k_scale, layer._v_scale)
+        return GpuLayerCache.of(*self._sides(kv_cache), self._stored, *scales)
+
+    def _cache(self, layer: Any, kv_cache: torch.Tensor) -> TorchCache:
+        key_cache, value_cache = self._sides(kv_cache)
         k_scale, v_scale = (1.0, 1.0) if self._stored == "auto" else (_scale(layer, "k"), _scale(layer, "v"))
         return layer_cache(key_cache, value_cache, self._stored, k_scale, v_scale)
 
     def _options(self, meta: JaxpagedMetadata) -> Options:
         if not isinstance(meta.causal, torch.Tensor):
             return self._causal if meta.causal else self._both_sides
+        if meta.causal.is_cuda:
+            raise NotImplementedError("causal: on a GPU, expected a bool for all requests, got a tensor")
         return dataclasses.replace(self._both_sides, mask_mod=CausalRequests.of(meta.causal))
 
     def _paged_part(self, meta: JaxpagedMetadata) -> Part:
@@ -167,14 +225,19 @@ class AttentionLayer:
 
     def _packed_part(self, meta: JaxpagedMetadata, key: torch.Tensor | None, value: torch.Tensor | None) -> Part:
         """Whole sequences, each of which attends to its own keys of this call."""
-        if key is None or value is None:
-            raise ValueError("key, value: expected an encoder's keys and values, got None")
+        key, value = _needed(key, value)
         tokens = slice(0, meta.num_actual_tokens)
         return PackedPart.of(
             tokens, self._options(meta), key=key[tokens], value=value[tokens],
             query_lens=meta.query_start_loc.diff().tolist(), kv_lens=meta.seq_lens.tolist(),
             names=("query_start_loc", "seq_lens"),
         )  # fmt: skip
+
+
+def _needed(key: torch.Tensor | None, value: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if key is None or value is None:
+        raise ValueError("key, value: expected an encoder's keys and values, got None")
+    return key, value
 
 
 def _scale(layer: Any, side: str) -> float | torch.Tensor:

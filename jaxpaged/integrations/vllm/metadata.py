@@ -19,6 +19,7 @@ class JaxpagedMetadata:
       slot_mapping: [num_slots] int64, `block * block_size + offset` of each new token; in cross-attention of each of
         the encoder's, which vLLM then sets itself.
       causal: whether a query sees nothing past its own position: for all requests, or [num_reqs] bool.
+      max_query_len: no request has more new tokens; None when unknown.
     """
 
     num_actual_tokens: int
@@ -27,6 +28,7 @@ class JaxpagedMetadata:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor
+    max_query_len: int | None = None
 
     @classmethod
     def of(cls, common_attn_metadata: Any) -> Self:
@@ -40,6 +42,7 @@ class JaxpagedMetadata:
             block_table=common.block_table_tensor[:num_reqs],
             slot_mapping=common.slot_mapping,
             causal=causal[:num_reqs] if isinstance(causal, torch.Tensor) else causal,
+            max_query_len=common.max_query_len,
         )
 
     def with_blocks(self, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> Self:

@@ -1,0 +1,112 @@
+"""vLLM's attention layers on their way to the kernels, over tensors of the CPU."""
+
+import pytest
+import torch
+from gpu_way import take_the_way_of_a_gpu
+from small_engine import SmallEngine, assert_close
+from test_vllm import MIXED, OPTIONS, layer
+from vllm_batch import LAYOUTS, Batch, module
+
+from jaxpaged.backends import cache_functions, gpu_plan
+from jaxpaged.integrations.vllm import layer as vllm_layer
+from jaxpaged.integrations.vllm.metadata import JaxpagedMetadata
+
+BF16 = torch.bfloat16
+DECODES = ([1, 1, 1], [50, 17, 1])
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return take_the_way_of_a_gpu(monkeypatch, cache_functions, gpu_plan, vllm_layer)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_mixed_batch_in_both_layouts(called: list[str], name: str, layout: str) -> None:
+    ours, oracles = OPTIONS[name]
+    batch = Batch(SmallEngine(*MIXED, dtype=BF16), layout)
+    out = batch.run(layer(**ours))
+    assert out is batch.output
+    batch.check(out, **oracles)
+    assert called == ["reshape_and_cache", "plan_prefill", "prefill"]
+
+
+def test_layers_share_the_plan_of_a_step_and_other_groups_of_caches_do_not(called: list[str]) -> None:
+    batch = Batch(SmallEngine(*DECODES, dtype=BF16))
+    meta = JaxpagedMetadata.of(batch.common())
+    first = batch.run(layer(), metadata=meta).clone()
+    assert called == ["reshape_and_cache", "plan_decode", "decode"]
+    called.clear()
+    assert torch.equal(batch.run(layer(), metadata=meta)[:3], first[:3])
+    assert called == ["reshape_and_cache", "decode"]
+    called.clear()
+    moved = meta.with_blocks(batch.engine.table.clone(), batch.slots)
+    assert torch.equal(batch.run(layer(), metadata=moved)[:3], first[:3])
+    assert called == ["reshape_and_cache", "plan_decode", "decode"]
+
+
+@pytest.mark.parametrize("attn_type", ["encoder_only", "encoder"])
+def test_an_encoder_attends_to_the_calls_keys_and_keeps_nothing(called: list[str], attn_type: str) -> None:
+    batch = Batch(SmallEngine([7, 1, 30], [7, 1, 30], dtype=BF16))
+    batch.kv_cache = torch.tensor([])
+    meta = JaxpagedMetadata.of(batch.common(causal=False))
+    out = batch.run(layer(attn_type=attn_type, sliding_window=9), metadata=meta)
+    assert_close(batch.actual(out), batch.engine.expected(causal=False, window=(8, 8)))
+    with pytest.raises(ValueError, match="key, value: expected an encoder's keys and values, got None"):
+        batch.run(layer(attn_type=attn_type), metadata=meta, key=None, value=None)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_8_bit_caches_are_decoded_from(called: list[str], monkeypatch: pytest.MonkeyPatch, per_head: bool) -> None:
+    scales = module([0.05, 0.04], [0.02, 0.03]) if per_head else module(0.05, 0.02)
+    torch.manual_seed(2)
+    attention = layer(kv_cache_dtype="fp8", head_size=64, scale=64**-0.5)
+    cache = torch.randn(8, 16, 2, 128).to(torch.float8_e4m3fn).view(torch.uint8).transpose(1, 2)
+    states = [torch.randn(3, n, 64).to(BF16) for n in (4, 2, 2)]
+    meta = JaxpagedMetadata(
+        3, torch.arange(4, dtype=torch.int32), torch.tensor([20, 16, 1], dtype=torch.int32),
+        torch.tensor([[1, 2], [3, -1], [4, -1]], dtype=torch.int32), torch.tensor([35, 63, 64]), True, 1,
+    )  # fmt: skip
+
+    def run(kv_cache: torch.Tensor) -> torch.Tensor:
+        attention.do_kv_cache_update(scales, *states[1:], kv_cache, meta.slot_mapping)
+        return attention.forward(scales, *states, kv_cache, meta, torch.zeros(3, 4, 64, dtype=BF16))
+
+    ours, theirs = cache.clone(), cache.clone()
+    out = run(ours)
+    assert called == ["reshape_and_cache", "plan_decode", "decode"]
+    meta.max_query_len = 9
+    meta.block_table = meta.block_table.clone()  # so that the step is planned again
+    with pytest.raises(NotImplementedError, match="8-bit caches are attended to by decode alone"):
+        run(ours)
+    monkeypatch.undo()
+    torch.testing.assert_close(out, run(theirs), rtol=1e-2, atol=4e-3)
+    assert torch.equal(ours, theirs)
+
+
+def test_outputs_of_two_axes_and_of_8_bits(called: list[str]) -> None:
+    batch = Batch(SmallEngine(*MIXED, dtype=BF16))
+    plain = batch.run(layer()).clone()
+    n = int(batch.engine.starts[-1])
+    flat = torch.full((len(plain), 128), 7.0, dtype=BF16)
+    assert torch.equal(batch.run(layer(), output=flat)[:n], plain[:n].flatten(1))
+    assert (flat[n:] == 7).all()
+    scale = torch.tensor([0.05])
+    stored = torch.zeros(plain.shape).to(torch.float8_e4m3fn)
+    batch.run(layer(), output=stored, output_scale=scale)
+    torch.testing.assert_close(stored[:n].float() * scale, plain[:n].float(), rtol=0.1, atol=0.01)
+
+
+def test_a_profiling_run_gives_zeros(called: list[str]) -> None:
+    batch = Batch(SmallEngine(*MIXED, dtype=BF16))
+    meta = JaxpagedMetadata.of(batch.common())
+    out = layer().forward(module(), batch.query, batch.key, batch.value, batch.kv_cache, None, batch.output)
+    assert not out.any()
+    assert meta.max_query_len == 40
+
+
+def test_what_the_kernels_do_not_take_leaves_the_output(called: list[str]) -> None:
+    batch = Batch(SmallEngine(*MIXED))  # float32
+    with pytest.raises(NotImplementedError, match="queries of bfloat16"):
+        batch.run(layer())
+    assert (batch.output == 7).all()
