@@ -1,0 +1,150 @@
+"""Aphrodite's FlashAttention and vLLM's layers on a GPU: the CPU's results, no word to the host, CUDA graphs."""
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from jaxpaged.backends.flash import FlashAttentionImpl, FlashAttentionMetadata
+from jaxpaged.integrations.vllm.layer import AttentionLayer
+from jaxpaged.integrations.vllm.metadata import JaxpagedMetadata
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
+BLOCKS, BLOCK, HEADS, KV_HEADS, SIZE = 128, 16, 16, 4, 128
+LAYER: dict[str, Any] = {"num_heads": HEADS, "head_size": SIZE, "scale": SIZE**-0.5, "num_kv_heads": KV_HEADS}
+SLOPES = [0.01 * (i + 1) for i in range(HEADS)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"alibi_slopes": None, "sliding_window": None},
+    "all": {"alibi_slopes": SLOPES, "sliding_window": 40, "logits_soft_cap": 20.0},
+}
+BATCHES = {"mixed": ([200, 33, 5, 9, 300], [64, 33, 5, 1, 1], 3), "decodes": ([64, 9, 333, 1], [1] * 4, 0)}
+BF16 = torch.bfloat16
+
+
+class Batch:
+    """Requests, the prompts' first, on the CPU."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(0)
+        lens, new, self.num_prefills = BATCHES[kind]
+        self.lens = torch.tensor(lens, dtype=torch.int32)
+        self.starts = torch.tensor([0, *new]).cumsum(0).int()
+        self.new, total = torch.tensor(new), sum(new)
+        self.table = torch.randperm(BLOCKS)[: len(lens) * 24].view(len(lens), 24).int()
+        self.states = [torch.randn(total, n, SIZE).to(BF16) for n in (HEADS, KV_HEADS, KV_HEADS)]
+        slots = []
+        for row, n, k in zip(self.table.long(), lens, new, strict=True):
+            position = torch.arange(n - k, n)
+            slots.append(row[position // BLOCK] * BLOCK + position % BLOCK)
+        self.slots = torch.cat(slots)
+
+    def flash(self, device: str, whole: bool = False) -> FlashAttentionMetadata:
+        split = int(self.starts[self.num_prefills])
+        lens = self.new.int() if whole else self.lens
+        meta = FlashAttentionMetadata(
+            num_prefills=self.num_prefills, num_prefill_tokens=split, num_decode_tokens=int(self.starts[-1]) - split,
+            slot_mapping=self.slots, seq_lens=lens.tolist(), seq_lens_tensor=lens, max_query_len=int(self.new.max()),
+            max_prefill_seq_len=0, max_decode_seq_len=0, query_start_loc=self.starts,
+            seq_start_loc=torch.nn.functional.pad(lens.cumsum(0).int(), (1, 0)), context_lens_tensor=lens - self.new,
+            block_tables=self.table[:, :0] if whole else self.table, use_cuda_graph=False,
+        )  # fmt: skip
+        return moved(meta, device)
+
+    def vllm(self, device: str) -> JaxpagedMetadata:
+        longest = int(self.new.max())
+        batch = (int(self.starts[-1]), self.starts, self.lens, self.table, self.slots)
+        return moved(JaxpagedMetadata(*batch, causal=True, max_query_len=longest), device)
+
+
+def moved(meta: Any, device: str) -> Any:
+    tensors = {f.name: getattr(meta, f.name) for f in dataclasses.fields(meta)}
+    return dataclasses.replace(meta, **{n: x.to(device) for n, x in tensors.items() if isinstance(x, torch.Tensor)})
+
+
+def flash_layer(batch: Batch, device: str, meta: Any, cache: Any, how: dict[str, Any]) -> Callable[[], torch.Tensor]:
+    layer = FlashAttentionImpl(kv_cache_dtype="auto", **LAYER, **how)
+    q, k, v = (x.flatten(1).to(device) for x in batch.states)
+    return lambda: layer.forward(q, k, v, cache, meta)
+
+
+def vllm_layer(batch: Batch, device: str, meta: Any, cache: Any, how: dict[str, Any]) -> Callable[[], torch.Tensor]:
+    layer = AttentionLayer(**LAYER, **how)
+    q, k, v = (x.to(device) for x in batch.states)
+    module, output = SimpleNamespace(), torch.zeros_like(q)
+
+    def run() -> torch.Tensor:
+        layer.do_kv_cache_update(module, k, v, cache, meta.slot_mapping)
+        return layer.forward(module, q, k, v, cache, meta, output)
+
+    return run
+
+
+ENGINES: dict[str, tuple[Any, str, tuple[int, ...]]] = {
+    "flash": (flash_layer, "flash", (2, BLOCKS, BLOCK, KV_HEADS, SIZE)),
+    "vllm": (vllm_layer, "vllm", (BLOCKS, KV_HEADS, BLOCK, 2 * SIZE)),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_results_are_those_of_the_cpu_and_nothing_waits(engine: str, kind: str, name: str) -> None:
+    make, metadata, shape = ENGINES[engine]
+    batch = Batch(kind)
+    cache = torch.randn(shape).to(BF16)
+    ours = cache.cuda()
+    expected = make(batch, "cpu", getattr(batch, metadata)("cpu"), cache, OPTIONS[name])()
+    meta = getattr(batch, metadata)("cuda")
+    run = make(batch, "cuda", meta, ours, OPTIONS[name])
+    out = run().clone()
+    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2e-2, atol=4e-3)
+    assert torch.equal(ours.cpu(), cache)
+    later = make(batch, "cuda", getattr(batch, metadata)("cuda"), ours, OPTIONS["plain"])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = run()  # as the next layer: by the same plan
+        planned = later()  # as the next step; a layer's slopes are copied to the device once
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(again, out)
+    assert torch.equal(planned, out) == (name == "plain")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_graph_plans_anew_when_it_is_replayed(engine: str, kind: str) -> None:
+    make, metadata, shape = ENGINES[engine]
+    batch = Batch(kind)
+    cache = torch.randn(shape, device="cuda").to(BF16)
+    meta = getattr(batch, metadata)("cuda")
+    run = make(batch, "cuda", meta, cache, OPTIONS["plain"])
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    lens = meta.seq_lens if engine == "vllm" else meta.seq_lens_tensor
+    before = run().clone()
+    lens.copy_((lens.float() * 0.7).int().clamp_min(1))
+    graph.replay()
+    fresh = moved(meta, "cuda")
+    if engine == "flash":
+        fresh._cached_prefill_metadata = fresh._cached_decode_metadata = None
+    expected = make(batch, "cuda", fresh, cache, OPTIONS["plain"])()
+    assert torch.equal(captured, expected)
+    assert not torch.equal(captured, before)  # what a plan that is not made again would give
+
+
+def test_whole_prompts_attend_to_their_own_keys() -> None:
+    batch = Batch("mixed")
+    batch.num_prefills = len(batch.new)
+    cache = torch.zeros(ENGINES["flash"][2], dtype=BF16)
+    ours = cache.cuda()
+    expected = flash_layer(batch, "cpu", batch.flash("cpu", whole=True), cache, OPTIONS["all"])()
+    out = flash_layer(batch, "cuda", batch.flash("cuda", whole=True), ours, OPTIONS["all"])()
+    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2e-2, atol=4e-3)
+    assert torch.equal(ours.cpu(), cache)
