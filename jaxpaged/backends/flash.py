@@ -91,7 +91,8 @@ class FlashAttentionBackend:
           src_to_dst: [n, 2] int32 or int64; see `jaxpaged.backends.functional.swap_blocks`.
         """
         src, dst = _blocks_first("src_kv_cache", src_kv_cache), _blocks_first("dst_kv_cache", dst_kv_cache)
-        cache_functions.swap_blocks(src, dst, src_to_dst)
+        for side in (0, 1):  # each has its blocks one after the other, as kernels need them
+            cache_functions.swap_blocks(src[:, side], dst[:, side], src_to_dst)
 
     @staticmethod
     def copy_blocks(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from jaxpaged.backends.flash import FlashAttentionImpl, FlashAttentionMetadata
+from jaxpaged.backends.flash import FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadata
 from jaxpaged.integrations.vllm.layer import AttentionLayer
 from jaxpaged.integrations.vllm.metadata import JaxpagedMetadata
 
@@ -137,6 +137,18 @@ def test_a_graph_plans_anew_when_it_is_replayed(engine: str, kind: str) -> None:
     expected = make(batch, "cuda", fresh, cache, OPTIONS["plain"])()
     assert torch.equal(captured, expected)
     assert not torch.equal(captured, before)  # what a plan that is not made again would give
+
+
+def test_blocks_are_copied_and_swapped() -> None:
+    shape, pairs = ENGINES["flash"][2], torch.tensor([[0, 5], [5, 6], [7, 1]])
+    first, second = (torch.randn(shape).to(BF16) for _ in range(2))
+    ours = [first.cuda(), second.cuda()]
+    FlashAttentionBackend.swap_blocks(first, second, pairs)
+    FlashAttentionBackend.swap_blocks(*ours, pairs.cuda())
+    FlashAttentionBackend.copy_blocks([first, second], pairs)
+    FlashAttentionBackend.copy_blocks(ours, pairs.cuda())
+    assert torch.equal(ours[0].cpu(), first)
+    assert torch.equal(ours[1].cpu(), second)
 
 
 def test_whole_prompts_attend_to_their_own_keys() -> None:

@@ -97,6 +97,22 @@ def test_outputs_of_two_axes_and_of_8_bits(called: list[str]) -> None:
     torch.testing.assert_close(stored[:n].float() * scale, plain[:n].float(), rtol=0.1, atol=0.01)
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({}, None),
+        ({"dtype": torch.float32}, "float32"),
+        ({"head_size": 512}, "head_size 512"),
+        ({"kv_cache_dtype": "fp8"}, "8-bit caches"),
+        ({"block_size": 12}, "block_size 12"),
+    ],
+)
+def test_what_is_refused_when_a_model_is_loaded(change: dict[str, object], match: str | None) -> None:
+    given = {"head_size": 128, "dtype": BF16, "kv_cache_dtype": "auto", "block_size": 16} | change
+    reason = vllm_layer.gpu_refusal(**given)
+    assert reason is None if match is None else match in reason
+
+
 def test_a_profiling_run_gives_zeros(called: list[str]) -> None:
     batch = Batch(SmallEngine(*MIXED, dtype=BF16))
     meta = JaxpagedMetadata.of(batch.common())

@@ -6,7 +6,7 @@ import torch
 import vllm
 
 from jaxpaged.backends.attention_type import AttentionType
-from jaxpaged.integrations.vllm.layer import FLOAT8_CACHES, HEAD_SIZES, UNQUANTIZED_CACHES, AttentionLayer
+from jaxpaged.integrations.vllm.layer import FLOAT8_CACHES, HEAD_SIZES, UNQUANTIZED_CACHES, AttentionLayer, gpu_refusal
 from jaxpaged.integrations.vllm.metadata import JaxpagedMetadata
 from jaxpaged.integrations.vllm.version import check_version
 
@@ -75,9 +75,26 @@ class JaxpagedBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None = None,
+        use_mla: bool = False,
+        has_sink: bool = False,
+        use_sparse: bool = False,
+        use_mm_prefix: bool = False,
+        device_capability: Any = None,
     ) -> str | None:
-        """Why not, or None: a cache that is not of 8 bits has the dtype of the activations."""
+        """Why not, or None: a cache that is not of 8 bits has the dtype of the activations.
+
+        Args:
+          device_capability: of a GPU; None on the CPU.
+        """
+        if device_capability is not None:
+            reason = gpu_refusal(head_size, dtype, kv_cache_dtype, block_size)
+            if reason is not None:
+                return reason
         if kv_cache_dtype in ("float16", "bfloat16") and dtype != getattr(torch, kv_cache_dtype):
             return f"kv_cache_dtype {kv_cache_dtype} not supported for a model of {dtype}"
         return None

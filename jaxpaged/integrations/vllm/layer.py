@@ -31,6 +31,19 @@ FLOAT8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
+def gpu_refusal(head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None) -> str | None:
+    """Why layers like this can't run on a GPU, or None."""
+    if dtype == torch.float32:
+        return "float32 not supported on a GPU"
+    if head_size > 256:
+        return f"head_size {head_size} not supported on a GPU"
+    if kv_cache_dtype in FLOAT8_CACHES:
+        return f"kv_cache_dtype {kv_cache_dtype} not supported on a GPU: prompts can't attend to 8-bit caches there"
+    if block_size is not None and block_size % 8:
+        return f"block_size {block_size} not supported on a GPU, where it has to be a multiple of 8"
+    return None
+
+
 class AttentionLayer:
     """The settings of a layer, and its calls."""
 
