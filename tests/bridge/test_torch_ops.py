@@ -135,7 +135,10 @@ def test_direct_functions_are_the_operators() -> None:
         plan = calls.plan_decode(query, *caches, table, lens, starts, 1, False, *SCORES)
         out = torch.empty_like(query)
         calls.decode(query, *caches, table, *plan, None, None, 1, False, *SCORES, out)
-        return out
+        prefilled = torch.empty_like(query)
+        plan = calls.plan_prefill(query, *caches, table, lens, starts, False, *SCORES)
+        calls.prefill(query, *caches, table, starts, *plan, *[None] * 4, False, *SCORES, prefilled, None)
+        return torch.cat([out, prefilled])
 
     assert torch.equal(step(direct, ours), step(ops, theirs))
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
