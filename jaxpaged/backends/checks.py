@@ -37,7 +37,7 @@ def check_tensors(**tensors: Any) -> None:
         if x.device.type != "cpu":
             raise NotImplementedError(
                 f"{name}: expected a tensor on the CPU, got one on {x.device}; on a GPU, the functions of "
-                f"jaxpaged.backends.functional take tensors, and others don't yet"
+                f"jaxpaged.backends.functional and the layers for Aphrodite, vLLM and transformers take tensors"
             )
         refuse_grad(x, name)
 

@@ -69,7 +69,7 @@ def in_blocks(
     lens = cu_seqlens_k.diff()
     ends = (-(-lens // _BLOCK_SIZE)).cumsum(0)
     first = torch.cat([ends.new_zeros(1), ends])
-    token = torch.arange(total, device=device)
+    token = torch.arange(total, dtype=cu_seqlens_k.dtype, device=device)
     request = torch.bucketize(token, cu_seqlens_k[1:], right=True)
     slots = first[request] * _BLOCK_SIZE + token - cu_seqlens_k[request]
     slots = torch.where(request < num_reqs, slots, -1)
