@@ -396,10 +396,10 @@ def _compute(
         # Mosaic asks the hardware for the warpgroup's number wherever it is used: in a step, that delays the products.
         q_first = (q_slot * 2 + wg) * shape.tiles("key").chunks
         step = functools.partial(_step, shape, options, operands, memory, interpret, item, q_slot, q_first)
-        state = (_empty_state(shape), slot)
+        carry = (_empty_state(shape), slot)
         for first, end, how in _loops(shape, options, item):
-            state = lax.fori_loop(first, end, functools.partial(step, **how), state)
-        state, _ = state
+            carry = lax.fori_loop(first, end, functools.partial(step, **how), carry)
+        state, _ = carry
         _store(shape, operands, memory, item, visit.index, state)
 
     _for_each_item(shape, operands, attend)
