@@ -191,7 +191,8 @@ def _timestamps(
         continuous_batching_config=ContinuousBatchingConfig(
             block_size=block_size,
             num_blocks=2 * requests * blocks_per_request,  # with few free ones, requests wait
-            max_batch_tokens=max(1024, requests),
+            # Prompts are over in few steps, so that all requests decode before the first has ended.
+            max_batch_tokens=max(8192 if model.device.type == "cuda" else 1024, requests),
             max_blocks_per_request=blocks_per_request,
             max_requests_per_batch=requests,
             use_cuda_graph=(False, way.graphs),
