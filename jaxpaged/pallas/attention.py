@@ -21,7 +21,7 @@ from jaxpaged.pallas.cascade import (
 from jaxpaged.pallas.chunks import chunk_refusal, in_chunks
 from jaxpaged.pallas.combine import attending_rows, combine, decoded_lse, rows_of_requests
 from jaxpaged.pallas.config import decode_config, most_decoded_rows, prefill_config
-from jaxpaged.pallas.decode import DecodeShape, decode, workspace_types
+from jaxpaged.pallas.decode import DecodeShape, decode, per_column, workspace_types
 from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.eight_bits import scale_refusal
 from jaxpaged.pallas.functions import function_refusal
@@ -153,14 +153,18 @@ def _prefill_and_decode(
     interpret: Interpreter | None,
 ) -> tuple[Any, Any]:
     """A batch with requests of many new tokens, and perhaps some of few that decode takes."""
-    # With both plans there, decode follows at once, and its first CTAs start where prefill's last ones have ended.
-    plan, prefill_plan = lax.optimization_barrier(plans)
     shape, tiles = shapes
+    by_head = (options.alibi_slopes, options.sinks)
+    by_column = [None if x is None or shape is None else per_column(x, shape) for x in by_head]
+    # What decode takes is there before prefill. So it follows at once: its first CTAs start where prefill's last ones
+    # have ended, and wait for nothing.
+    (plan, prefill_plan), (slopes, sinks) = lax.optimization_barrier((plans, by_column))
     reserve = () if shape is None else workspace_types(shape, batch.num_reqs)
     tile_lse, part_out, workspace = prefill(query, cache, batch, prefill_plan, options, tiles, out, interpret, reserve)
     short_lse: Any = None
     if shape is not None:
-        short_lse = _decode(query, cache, batch, plan, options, shape, out, return_lse, interpret, workspace)
+        given = dataclasses.replace(options, alibi_slopes=slopes, sinks=sinks)
+        short_lse = _decode(query, cache, batch, plan, given, shape, out, return_lse, interpret, workspace)
     if tiles.in_parts:
         parts = (prefill_plan, part_out, tile_lse, options.sinks, tiles, out, interpret)
         tile_lse = merge_parts(*parts, return_lse=return_lse)

@@ -16,6 +16,8 @@ SMALL = [CASES[name] for name in ("decode", "speculative", "prefill", "mixed-man
 SMALL += [CASES[name] for name in ("empty-rows", "gqa-3", "head-size-40", "layout-HND", "layout-N2HD", "float16")]
 SMALL += [CASES[name] for name in ("int8-float32", "float8_e4m3fn-tensor")]
 SMALL += [CASES[name] for name in ("option-window", "option-everything", "decode-everything")]
+BY_HEAD = (("sinks", True), ("alibi", True))
+SMALL += [Case("mixed-by-head", (1, 20, 1, 0, 1, 1, 1, 1, 1), (33, 50, 1, 0, 64, 17, 128, 70, 3), options=BY_HEAD)]
 # Two multiprocessors make few CTAs, which each have much to do; with twenty, requests are split among CTAs.
 MANY_CTAS = [
     Case("decode-in-parts", (1, 1), (600, 20)),

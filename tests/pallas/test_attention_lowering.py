@@ -143,8 +143,8 @@ def variants() -> dict[str, Variant]:
 VARIANTS = variants()
 
 
-def lowered(variant: Variant) -> str:
-    """The StableHLO of a call for CUDA."""
+def lowered(variant: Variant) -> jax.stages.Lowered:
+    """A call, lowered for CUDA."""
     num_heads, sizes = variant.group * variant.num_kv_heads, (variant.num_kv_heads, variant.head_size)
     options = {"scale": 0.1, "causal": True} | dict.fromkeys(("window", "soft_cap", "mask_mod", "score_mod"))
     options |= dict(variant.options)
@@ -186,7 +186,7 @@ def lowered(variant: Variant) -> str:
         return attention.paged_attention(query, cache, batch, made, **chosen, interpret=None)
 
     traced = jax.jit(call).trace(query, cache, batch, slopes, sinks)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+    return traced.lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -198,7 +198,7 @@ def test_variant_lowers_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         return tiles[-1]
 
     monkeypatch.setattr(attention, "prefill_config", spied)
-    kernels = set(re.findall(r"paged_decode_combine|paged_decode|paged_prefill", lowered(variant)))
+    kernels = set(re.findall(r"paged_decode_combine|paged_decode|paged_prefill", lowered(variant).as_text()))
     assert ("paged_decode" in kernels) == ("paged_decode_combine" in kernels) == ("d" in variant.takes)
     assert ("paged_prefill" in kernels) == bool(set(variant.takes) & {"u", "p", "s"})
     assert bool(tiles) == bool(set(variant.takes) & {"u", "p"})
@@ -207,14 +207,48 @@ def test_variant_lowers_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert tile.in_parts == variant.in_parts
 
 
+def operands_of(call: str) -> list[str]:
+    return re.search(r"@mosaic_gpu_v2\(([^)]*)\)", call)[1].split(", ")  # type: ignore[index]
+
+
+def place_of(kernel: str, lines: list[str]) -> int:
+    """Of the call of a kernel among lines of StableHLO or HLO."""
+    (place,) = (i for i, x in enumerate(lines) if "mosaic_gpu_v2" in x and re.search(rf"{kernel}(?!_)", x))
+    return place
+
+
+def prefill_and_decode(variant: Variant) -> tuple[str, str, dict[str, str]]:
+    """From the StableHLO of a mixed batch: the calls of both kernels, and of each result the line that says it."""
+    lines = [line.strip() for line in lowered(variant).as_text().splitlines() if re.match(r" *%", line)]
+    by_result = {re.match(r"%\w+", line)[0]: line for line in lines}  # type: ignore[index]
+    return lines[place_of("paged_prefill", lines)], lines[place_of("paged_decode", lines)], by_result
+
+
 def test_what_decode_writes_beside_prefill_is_no_memory_that_prefill_uses() -> None:
     """In a mixed batch decode starts before prefill has ended, which XLA doesn't know: it must make no buffer between
     them. So all that decode writes is there before prefill starts: results of prefill, or what prefill takes."""
-    calls = [line for line in lowered(VARIANTS["mixed"]).splitlines() if "custom_call @mosaic_gpu_v2" in line]
-    (prefill,) = (line for line in calls if "paged_prefill" in line)
-    (decode,) = (line for line in calls if "paged_decode" in line and "paged_decode_combine" not in line)
+    prefill, decode, _ = prefill_and_decode(VARIANTS["mixed"])
     written = [int(i) for i in re.findall(r"operand_index = (\d+)", decode)]
-    assert len(written) == int(re.search(r"%\d+:(\d+) = ", decode)[1]) == 4  # type: ignore[index]
-    operands = re.search(r"@mosaic_gpu_v2\(([^)]*)\)", decode)[1].split(", ")  # type: ignore[index]
-    result = re.search(r"(%\d+):", prefill)[1]  # type: ignore[index]
-    assert {operands[i].split("#")[0] for i in written} == {result}
+    assert len(written) == int(re.match(r"%\d+:(\d+) = ", decode)[1]) == 4  # type: ignore[index]
+    assert {operands_of(decode)[i].split("#")[0] for i in written} == {prefill.split(":")[0]}
+
+
+@pytest.mark.parametrize("name", ["mixed", "everything-mixed", "mask-mod-mixed"])
+def test_what_decode_reads_beside_prefill_is_there_before_prefill(name: str) -> None:
+    """It doesn't wait, so XLA may compute nothing for it after what prefill takes."""
+    prefill, decode, by_result = prefill_and_decode(VARIANTS[name])
+    barrier = operands_of(prefill)[0].split("#")[0]
+    assert "stablehlo.optimization_barrier" in by_result[barrier]
+    made = {x.split("#")[0] for x in operands_of(decode) if not x.startswith("%arg")}
+    assert made == {barrier, prefill.split(":")[0]}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mixed", "everything-mixed", "mask-mod-mixed", "mixed-in-parts"])
+def test_xla_schedules_nothing_for_decode_between_it_and_prefill(hopper: Any, name: str) -> None:
+    text = lowered(VARIANTS[name]).compile().as_text()
+    assert "is_scheduled=true" in text
+    lines = [line for line in text[text.index("\nENTRY") :].splitlines() if " = " in line]
+    between = lines[place_of("paged_prefill", lines) + 1 : place_of("paged_decode", lines)]
+    operations = {re.search(r"([a-z][\w-]*)\(", line.split(" = ", 1)[1])[1] for line in between}  # type: ignore[index]
+    assert operations <= {"get-tuple-element", "bitcast", "tuple", "parameter", "constant"}
