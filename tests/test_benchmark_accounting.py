@@ -26,6 +26,7 @@ timing = _load("gpu_timing")
 _load("ceilings")
 layers = _load("layer_times")
 results = _load("attention_results")
+_load("machine")
 table = _load("attention_table")
 
 
