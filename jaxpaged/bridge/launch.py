@@ -89,6 +89,7 @@ class Program:
         buffers = [places[b] for call in self.calls.calls for b in call.buffers]
         pick, pack = _picker(buffers), struct.Struct(f"{len(buffers)}P").pack
         steps = tuple(zip(self.launches, _parts([8 * len(c.buffers) for c in self.calls.calls]), strict=True))
+        only = self.launches[0] if len(self.launches) == 1 else None
 
         def launch(addresses: tuple[int, ...]) -> None:
             if _current_device() != device:
@@ -109,6 +110,9 @@ class Program:
                     own = known[base] = (*[base + offset for offset in offsets], *constants)
                 addresses = addresses[:num_given] + own
             packed = pack(*pick(addresses))
+            if only is not None:
+                only(stream, packed)
+                return None
             for run, part in steps:
                 run(stream, packed[part])
 
