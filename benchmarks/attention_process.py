@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from attention_measure import TWO_LAYERS, DeadGpuError, Job, last_line, measure
-from attention_results import OURS, Report, Result, Row
-from machine import machine
+from attention_results import OURS, Report, Result, Row, not_measured
+from pages import machine
 
 CEILINGS = "ceilings"
 
@@ -115,7 +115,7 @@ def measure_all(
         else:
             report.rows.append(Row(blamed, {OURS: Result(reason=f"given up at {name}: {reason}")}, 0.0))
             left = [case for case in left if case.name != blamed]
-    report.notes += [f"{case.name}: not measured" for case in left]
+    report.notes += [not_measured(case.name) for case in left]
     return report
 
 

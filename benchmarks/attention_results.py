@@ -93,6 +93,11 @@ def from_json(data: Mapping[str, Any]) -> Report:
     return Report(dict(data["machine"]), ceilings, rows, list(data["notes"]))
 
 
+def not_measured(case: str) -> str:
+    """What a report notes of a case that a run left out."""
+    return f"{case}: not measured"
+
+
 def joined(reports: Sequence[Report]) -> Report:
     """The rows of several runs on one kind of machine, with the ceilings of the first.
 
@@ -109,5 +114,6 @@ def joined(reports: Sequence[Report]) -> Report:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"reports: expected each case once, got twice: {', '.join(twice)}")
-    notes = list(dict.fromkeys(note for report in reports for note in report.notes))
+    measured = set(map(not_measured, names))
+    notes = list(dict.fromkeys(note for report in reports for note in report.notes if note not in measured))
     return Report(dict(first.machine), first.ceilings, rows, notes)

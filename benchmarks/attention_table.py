@@ -17,7 +17,7 @@ from attention_cases import (
     operations,
 )
 from attention_results import OURS, Report, Result, Row
-from machine import gpu_of, versions_of
+from pages import gpu_of, grid, versions_of
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -218,9 +218,7 @@ def markdown(rendered: Rendered, report: Report, command: Sequence[str]) -> str:
         "- Error: of 64 rows against float64, norm of the difference over norm of the result. In ours the slots that "
         "hold no token were NaN, and the block table garbage past each length.",
         "",
-        "| " + " | ".join(rendered.headings) + " |",
-        "|" + " --- |" * len(rendered.headings),
-        *("| " + " | ".join(cells) + " |" for cells in rendered.cells),
+        *grid(rendered.headings, rendered.cells),
         "",
         *(f"- {note}" for note in rendered.notes),
     ]

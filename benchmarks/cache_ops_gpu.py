@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import typer
+from pages import grid
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -484,9 +485,7 @@ def markdown(headings: list[str], cells: list[list[str]], ceiling: float) -> str
         "- µs: time during which kernels of one call ran, by CUPTI; median, the L2 flushed before each call.",
         "- Differs: share of bytes that are not the reference's; of merges the largest difference.",
         "",
-        "| " + " | ".join(headings) + " |",
-        "|" + " --- |" * len(headings),
-        *("| " + " | ".join(line) + " |" for line in cells),
+        *grid(headings, cells),
     ]
     return "\n".join(lines) + "\n"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from pages import grid
 from rich.console import Console
 from rich.table import Table
 
@@ -143,9 +144,7 @@ def report(title: str, rows: list[Row], *, packages: tuple[str, ...], notes: lis
         f"- Command: `python {' '.join(sys.argv)}`",
         *(f"- {note}" for note in notes),
         "",
-        "| " + " | ".join(headings) + " |",
-        "|" + " --- |" * len(headings),
-        *("| " + " | ".join(cell) + " |" for cell in cells),
+        *grid(headings, cells),
     ]
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / file).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from pages import grid
 from planted_faults import COLUMNS, ROWS, pass_on, write_row
 from rich.console import Console
 from rich.table import Table
@@ -360,9 +361,7 @@ def document(outcomes: list[Outcome], sanitizer: str) -> str:
         "- Whether memcheck sees a write near a buffer depends on what else lies there; guard bands show those",
         "  (`tests/pallas/test_bounds.py`).",
         "",
-        "| " + " | ".join(HEADINGS) + " |",
-        "|" + " --- |" * len(HEADINGS),
-        *("| " + " | ".join(cells(outcome)) + " |" for outcome in outcomes),
+        *grid(HEADINGS, map(cells, outcomes)),
     ]
     return "\n".join(lines) + "\n"
 

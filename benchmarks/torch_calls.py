@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from machine import grid, head
+from pages import grid, head
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table

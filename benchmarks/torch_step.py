@@ -22,7 +22,7 @@ import jax
 import torch
 import typer
 from gpu_timing import Timing, kernel_times
-from machine import grid, head
+from pages import grid, head
 from peers import as_torch, shared
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -157,19 +157,18 @@ def back_to_back(run: Callable[[], Any]) -> float:
 def all_calls(step: Step, context: int) -> dict[str, Callable[[], Any]]:
     """What there is to measure; each result is checked against the first one."""
     made: dict[str, Callable[[], Any]] = {OURS: functools.partial(ours, step)}
-    calls: dict[str, Callable[[], Any]] = {}
-    for name, make in ((TRITON, triton_step), (FA3, None)):
+    for name, peer in ((TRITON, lambda: {TRITON: triton_step(step, context)}), (FA3, lambda: flash_steps(step))):
         try:
-            made |= {name: make(step, context)} if make is not None else flash_steps(step)
+            made |= peer()
         except Exception as error:  # whatever stands in its way, there is no peer then
             print(f"no {name}: {type(error).__name__}: {error}")
+    calls: dict[str, Callable[[], Any]] = {}
     expected: list[torch.Tensor] = []
     for name, run in made.items():
-        if not name.startswith(FA3):
-            step.spoil()
-        ways = {name: run} if name.startswith(FA3) else {f"{name}, {GRAPH}": captured(run), f"{name}, {EAGER}": run}
+        from_torch = name in (OURS, TRITON)
+        ways = {f"{name}, {GRAPH}": captured(run), f"{name}, {EAGER}": run} if from_torch else {name: run}
         for way, call in ways.items():
-            if not name.startswith(FA3):
+            if from_torch:
                 step.spoil()
             got = [as_torch(x).reshape(step.query.shape).clone() for x in call()]
             torch.cuda.synchronize()
@@ -237,7 +236,6 @@ def main(
         json_path.write_text(json.dumps({"sizes": sizes, "steps": data}, indent=1), encoding="utf-8")
     if write:
         RESULTS.write_text(page(rows, sizes), encoding="utf-8")
-    print(page(rows, sizes))
 
 
 if __name__ == "__main__":

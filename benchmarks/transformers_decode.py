@@ -20,6 +20,7 @@ import torch
 import typer
 from forced_logits import forced_logits, relative_error
 from harness import versions
+from pages import grid
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -249,9 +250,7 @@ def _write(cells: Sequence[tuple[str, ...]], device: str, layers: int, block_siz
         "the last request's first token to the first request's last, the better of two runs. The error of logits is "
         "of the norm, from float32, in mixed batches of two layers.",
         "",
-        "| " + " | ".join(_HEADINGS).replace("paged|", "paged/") + " |",
-        "|" + " --- |" * len(_HEADINGS),
-        *("| " + " | ".join(cell) + " |" for cell in cells),
+        *grid([heading.replace("paged|", "paged/") for heading in _HEADINGS], cells),
     ]
     (RESULTS / f"transformers_decode_{device}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -26,7 +26,7 @@ timing = _load("gpu_timing")
 _load("ceilings")
 layers = _load("layer_times")
 results = _load("attention_results")
-_load("machine")
+_load("pages")
 table = _load("attention_table")
 
 
@@ -175,11 +175,12 @@ def test_targets_are_of_the_layer_and_the_plan():
 def test_runs_are_joined_if_they_are_of_one_machine():
     def run(case, **machine):
         rows = [results.Row(case, {"jaxpaged": results.Result(microseconds=1.0)}, 1.0)]
-        return results.Report(machine, None, rows, ["slow"])
+        left_out = [results.not_measured(other) for other in "abc" if other != case]
+        return results.Report(machine, None, rows, ["slow", *left_out])
 
     whole = results.joined([run("a", GPU="H200", date="1"), run("b", GPU="H200", date="2")])
     assert [row.case for row in whole.rows] == ["a", "b"]
-    assert whole.machine == {"GPU": "H200", "date": "1"} and whole.notes == ["slow"]
+    assert whole.machine == {"GPU": "H200", "date": "1"} and whole.notes == ["slow", "c: not measured"]
     with pytest.raises(ValueError, match="other GPU"):
         results.joined([run("a", GPU="H200"), run("b", GPU="H100")])
     with pytest.raises(ValueError, match="twice: a"):

@@ -1,10 +1,10 @@
-"""What a measurement ran on, for the head of a table."""
+"""What pages of results have in common: what a measurement ran on, and tables in Markdown."""
 
 import datetime
 import importlib.metadata
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def machine() -> dict[str, str]:
@@ -42,6 +42,6 @@ def head(title: str, command: str) -> list[str]:
     return [f"# {title}", "", about, "", f"    {command}", ""]
 
 
-def grid(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
-    """A table in Markdown."""
+def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
     return [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}", *(f"| {' | '.join(row)} |" for row in rows)]
