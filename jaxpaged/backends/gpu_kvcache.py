@@ -11,8 +11,7 @@ from jaxpaged.backends.gpu_scales import Scales
 from jaxpaged.backends.padded_calls import Options
 from jaxpaged.backends.rotary import Rotary
 from jaxpaged.bridge import direct
-
-_STORED = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
+from jaxpaged.bridge.torch_cache import engine_name
 
 
 class GpuCache(NamedTuple):
@@ -109,7 +108,7 @@ def attend_with_new(
         if rotary is not None:
             k = rotary.rotate(k, cache.lens, steps=True)
         rows = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-        stored = _STORED.get(cache.k_cache.dtype, "auto")
+        stored = engine_name(cache.k_cache.dtype)
         direct.reshape_and_cache(*rows, cache.k_cache, cache.v_cache, slots, stored, *cache.scales)
     packed = q.reshape(batch * seqlen_q, num_heads, head_size)
     flat = None if out is None or not out.is_contiguous() else out.view(-1, *out.shape[2:])

@@ -10,8 +10,7 @@ from jaxpaged.bridge import direct
 from jaxpaged.bridge.cache_shapes import cache_shapes
 from jaxpaged.bridge.decode_shapes import ScoreOptions
 from jaxpaged.metadata.buckets import next_bucket
-from jaxpaged.pallas.attention import MOST_DECODED
-from jaxpaged.pallas.config import most_decoded_rows
+from jaxpaged.pallas.attention import MOST_DECODED, most_decoded_lens
 
 _most_decoded: dict[Any, int] = {}
 
@@ -48,8 +47,7 @@ class AttentionPlan:
         name = (q.shape[1], k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, *_shapes(scales))
         most = _most_decoded.get(name)
         if most is None:
-            cache = cache_shapes(k, v, *scales).cache
-            most = _most_decoded[name] = min(MOST_DECODED, most_decoded_rows(cache) // (q.shape[1] // k.shape[2]))
+            most = _most_decoded[name] = most_decoded_lens(cache_shapes(k, v, *scales).cache, q.shape[1])
         return min(most, 1) if self.batch_invariant else most
 
     def decoded_len(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales) -> int | None:

@@ -14,8 +14,7 @@ from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.buckets import next_bucket
 from jaxpaged.metadata.checks import check_shape
 from jaxpaged.metadata.kv_cache import KVCache
-from jaxpaged.pallas.attention import DTYPES, MOST_DECODED, refusal
-from jaxpaged.pallas.config import most_decoded_rows
+from jaxpaged.pallas.attention import DTYPES, most_decoded_lens, refusal
 from jaxpaged.pallas.decode import DecodeShape
 from jaxpaged.pallas.decode_plan import NUM_FIELDS, DecodePlan
 from jaxpaged.pallas.decode_plan_kernel import DecodeCut
@@ -76,7 +75,7 @@ def decode_shapes(
     num_tokens, num_heads, _ = map(int, query.shape)
     options = scores.options()
     refuse_call(cache.cache, query, num_reqs, columns, max_query_len, options)
-    most = min(MOST_DECODED, most_decoded_rows(cache.cache) // (num_heads // cache.cache.num_kv_heads))
+    most = most_decoded_lens(cache.cache, num_heads)
     if not 1 <= max_query_len <= most:
         raise ValueError(f"max_query_len: expected 1 to {most} with these heads, got {max_query_len}")
     rows = next_bucket(num_reqs) if key_cache.device.type == "cuda" else num_reqs

@@ -309,6 +309,11 @@ def stored_dtype(kv_cache_dtype: str) -> torch.dtype | None:
     return _STORED[kv_cache_dtype]
 
 
+def engine_name(dtype: torch.dtype) -> str:
+    """What an engine calls a cache of a dtype: one name whose `stored_dtype` it is, or "auto"."""
+    return next((name for name, stored in reversed(_STORED.items()) if stored == dtype), "auto")
+
+
 def check_ints(name: str, x: torch.Tensor) -> None:
     """Raise TypeError unless `x` is of int32 or int64."""
     if x.dtype not in (torch.int32, torch.int64):

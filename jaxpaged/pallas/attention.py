@@ -240,6 +240,11 @@ def _cascade(
     return result.astype(out_dtype), lse
 
 
+def most_decoded_lens(cache: KVCache, num_heads: int) -> int:
+    """The most new tokens a request that decode takes, if no request has more; 0 for none."""
+    return min(MOST_DECODED, most_decoded_rows(cache) // (num_heads // cache.num_kv_heads))
+
+
 def decoded_lens(query: Any, cache: KVCache, batch: PagedBatch, batch_invariant: bool) -> int:
     """Requests with up to so many new tokens are decoded; 0 where prefill takes all."""
     hint, group = batch.max_query_len, query.shape[1] // cache.num_kv_heads

@@ -245,11 +245,9 @@ def on_gpu_refuses(case: Case, longest_known: bool = False) -> str | None:
 
 
 def _most_decoded(case: Case) -> int:
-    from jaxpaged.pallas.attention import MOST_DECODED
-    from jaxpaged.pallas.config import most_decoded_rows
+    from jaxpaged.pallas.attention import most_decoded_lens
 
-    rows = most_decoded_rows(_cache(build(case), as_bits=False))
-    return min(MOST_DECODED, rows // (case.num_heads // case.num_kv_heads))
+    return most_decoded_lens(_cache(build(case), as_bits=False), case.num_heads)
 
 
 def _shapes_refused(case: Case) -> str | None:
