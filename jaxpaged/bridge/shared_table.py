@@ -14,8 +14,8 @@ from jaxpaged.metadata.checks import shape_text
 if TYPE_CHECKING:
     import torch
 
-_PAGE_BYTES = 4096  # no system maps memory in smaller units
 _WORD_BYTES = 4
+_PAGE_WORDS = 4096 // _WORD_BYTES  # no system maps memory in smaller units
 
 
 @jax.tree_util.register_dataclass
@@ -24,16 +24,19 @@ class SharedTable:
     """A table of ints on PyTorch's memory, for a jitted function to read.
 
     JAX shares memory of the CPU only from a multiple of 64 bytes on, and a part of a table, say
-    `tables[num_prefills:]`, may start anywhere. So `words` covers the whole pages of memory around the table, all of
-    which the process may read; `read` touches the table alone.
+    `tables[num_prefills:]`, may start anywhere. So `head` and `tail` cover the whole pages of memory around the table,
+    all of which the process may read; `read` touches the table alone. How many pages a table lies on depends on its
+    address, but the length of two windows, which may overlap, does not: the next step's table needs no other program.
 
     Attributes:
-      words: [n] int32, the pages.
-      place: [5] int32: the table's first word, its two strides in words, its rows and its columns.
+      head, tail: [n] int32, the first and the last of the pages. n is a power of two of pages.
+      place: [7] int32: the table's first and last word, counted from the start of `head`; the first word of `tail`; the
+        table's two strides in words, its rows and its columns.
       words_per_int: 1 for int32, 2 for int64.
     """
 
-    words: Any
+    head: Any
+    tail: Any
     place: Any
     words_per_int: int = dataclasses.field(metadata={"static": True})
 
@@ -52,22 +55,33 @@ class SharedTable:
             )
         words_per_int = table.element_size() // _WORD_BYTES
         if table.numel() == 0:
-            return cls(np.zeros(1, np.int32), np.zeros(5, np.int32), words_per_int)
+            nothing = np.zeros(_PAGE_WORDS, np.int32)
+            return cls(nothing, nothing, np.zeros(7, np.int32), words_per_int)
         strides = [words_per_int * stride for stride in table.stride()]
         num_words = sum(stride * (size - 1) for stride, size in zip(strides, table.shape, strict=True)) + words_per_int
-        address = table.data_ptr()
-        start = address // _PAGE_BYTES * _PAGE_BYTES
-        end = -(-(address + num_words * _WORD_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
-        place = np.array([(address - start) // _WORD_BYTES, *strides, *table.shape], np.int32)
-        return cls(array_at(start, (end - start) // _WORD_BYTES, "<i4", owner=table), place, words_per_int)
+        page, first = divmod(table.data_ptr() // _WORD_BYTES, _PAGE_WORDS)
+        num_pages = -(-(first + num_words) // _PAGE_WORDS)
+        # The table needs so many pages, or one more: twice the power of two that is not above them is enough.
+        window = 1 << (-(-num_words // _PAGE_WORDS)).bit_length() - 1
+        skipped = num_pages - window
+        place = [first, first + num_words - words_per_int, skipped * _PAGE_WORDS, *strides, *table.shape]
+        head, tail = (
+            array_at(start * _PAGE_WORDS * _WORD_BYTES, window * _PAGE_WORDS, "<i4", owner=table)
+            for start in (page, page + skipped)
+        )
+        return cls(head, tail, np.array(place, np.int32), words_per_int)
 
     def read(self, rows: int, columns: int) -> Any:
         """The table as [rows, columns] int32, cut or filled up with -1; int64 that int32 can't hold is -1 as well."""
-        first, row_stride, column_stride, num_rows, num_columns = self.place
+        first, last, tail_start, row_stride, column_stride, num_rows, num_columns = self.place
         row = jnp.arange(rows, dtype=jnp.int32)[:, None]
         column = jnp.arange(columns, dtype=jnp.int32)[None, :]
         inside = (row < num_rows) & (column < num_columns)
         at = jnp.where(inside, first + row * row_stride + column * column_stride, first)
-        if self.words_per_int == 1:
-            return jnp.where(inside, self.words[at], -1)
-        return jnp.where(inside, words_to_slots(self.words[jnp.stack([at, at + 1], -1)]), -1)
+        in_head = at < len(self.head)
+        from_head = self._numbers(self.head, jnp.where(in_head, at, first))
+        from_tail = self._numbers(self.tail, jnp.where(in_head, last, at) - tail_start)
+        return jnp.where(inside, jnp.where(in_head, from_head, from_tail), -1)
+
+    def _numbers(self, words: Any, at: Any) -> Any:
+        return words[at] if self.words_per_int == 1 else words_to_slots(words[jnp.stack([at, at + 1], -1)])

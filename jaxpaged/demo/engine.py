@@ -144,11 +144,11 @@ def memory_report(engine: Engine, addresses: list[int]) -> list[tuple[str, str, 
     seen = [share_kv_cache(*cache.unbind(0)).key.unsafe_buffer_pointer() for cache in caches]
     in_place = [cache.data_ptr() for cache in caches] == addresses == seen
     slots = engine.last_tensors.slot_mapping
-    table = SharedTable.of(engine.last_tensors.block_table)
-    start, at = table.words.ctypes.data, engine.last_tensors.block_table.data_ptr()
+    pages = SharedTable.of(engine.last_tensors.block_table).head
+    start, at = pages.ctypes.data, engine.last_tensors.block_table.data_ptr()
     return [
         (f"KV caches, {len(caches)} layers", "JAX reads and PyTorch writes one memory", in_place),
-        ("block table", "JAX reads PyTorch's memory", start <= at < start + table.words.nbytes),
+        ("block table", "JAX reads PyTorch's memory", start <= at < start + pages.nbytes),
         (
             "slot mapping, int64",
             "PyTorch reads it as it is, JAX never does",

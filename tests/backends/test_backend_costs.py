@@ -72,7 +72,7 @@ def test_steps_of_other_sizes_compile_nothing(name):
             engine.kv_cache = torch.nn.functional.pad(engine.kv_cache, (0, 0) * 3 + (0, same))[:, :same]
             engine.kv_cache = engine.kv_cache.contiguous()
             CALLS[name](engine)
-    assert compiled.count <= 1  # the reading of a table that lies on one page of memory, or on two
+    assert compiled.count == 0
 
 
 @pytest.mark.parametrize("name", ["backend-flash", "backend-flex", "backend-sdpa"])

@@ -24,6 +24,7 @@ from jaxpaged.bridge.dlpack import (
     words_to_slots,
 )
 from jaxpaged.bridge.shared_table import SharedTable
+from jaxpaged.testing.compilations import compilations
 
 DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32", "bool"]
 
@@ -222,6 +223,22 @@ def test_reading_a_table_touches_no_page_beside_it():
     finally:
         for forbidden in (address, address + 2 * page):
             libc.mprotect(ctypes.c_void_p(forbidden), page, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_words", [30, 1024, 1026, 2048, 3070, 7 * 1024, 9 * 1024 + 2])
+def test_a_table_is_read_by_one_program_wherever_it_lies(num_words, dtype):
+    """Engines make new tables in every step, and these lie on one page of memory more or less."""
+    columns = num_words * 4 // dtype.itemsize // 2
+    memory = torch.arange(num_words * 4 // dtype.itemsize + 2048, dtype=dtype)
+    read_table(SharedTable.of(memory[: 2 * columns].view(2, columns)), 4, columns + 3)
+    with compilations() as compiled:
+        for start in (1, 7, 300, 511, 512, 1000, 1023, 2047):
+            table = memory[start : start + 2 * columns].view(2, columns)
+            read = np.asarray(read_table(SharedTable.of(table), 4, columns + 3))
+            assert np.array_equal(read[:2, :columns], table.numpy())
+            assert (read[2:] == -1).all() and (read[:, columns:] == -1).all()
+    assert compiled.count == 0
 
 
 @pytest.mark.parametrize("table", [torch.zeros(4), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 2)])
