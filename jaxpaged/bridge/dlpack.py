@@ -312,11 +312,13 @@ def refuse_capture(device: "torch.device", name: str) -> None:
 
 
 def _imported(x: Any) -> jax.Array:
-    """By DLPack. PyTorch shares memory of its current device alone, and orders it after the current stream there."""
-    if isinstance(x, np.ndarray):  # its DLPack knows neither bfloat16 nor arrays that are read-only
-        return jax.device_put(x, jax.local_devices(backend="cpu")[0])
+    """From a GPU by DLPack: PyTorch shares memory of its current device alone, and orders it after the current stream.
+
+    From the CPU as a NumPy array, which JAX releases in a thread of Python's. A tensor of DLPack's may be released by a
+    thread of XLA's, and where Python is about to end just then, the process ends with an abort.
+    """
     if not _on_gpu(x):
-        return jax.dlpack.from_dlpack(x, copy=False)
+        return jax.device_put(to_numpy(x), jax.local_devices(backend="cpu")[0])
     import torch
 
     with torch.cuda.device(x.device):

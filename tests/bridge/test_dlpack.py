@@ -1,9 +1,13 @@
 """Memory shared between PyTorch, NumPy and JAX: the pointers are equal, or the call raises."""
 
 import ctypes
+import gc
 import mmap
 import subprocess
 import sys
+import threading
+import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -239,6 +243,23 @@ def test_a_table_is_read_by_one_program_wherever_it_lies(num_words, dtype):
             assert np.array_equal(read[:2, :columns], table.numpy())
             assert (read[2:] == -1).all() and (read[:, columns:] == -1).all()
     assert compiled.count == 0
+
+
+def test_tensors_are_released_by_threads_of_pythons() -> None:
+    """One of XLA's, as runs a computation to its end, would abort a process that is about to exit."""
+    slow = jax.jit(lambda x, y: jax.lax.fori_loop(0, 200, lambda _, z: jnp.sin(z @ y), x).sum())
+    threads: list[int] = []
+    for _ in range(3):
+        tensor = torch.ones(300, 300)
+        weakref.finalize(tensor, lambda: threads.append(threading.get_ident()))
+        out = slow(to_jax(tensor), to_jax(tensor))
+        del tensor
+        out.block_until_ready()
+    time.sleep(0.05)
+    jnp.zeros(3).block_until_ready()
+    gc.collect()
+    assert len(threads) == 3
+    assert set(threads) == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("table", [torch.zeros(4), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 2)])
