@@ -54,7 +54,7 @@ def to_jax(x: Any, name: str = "tensor") -> jax.Array:
     x = _without_grad(x, name)
     check_shareable(x, name)
     try:
-        array = _imported(x)
+        array = _imported(x, name)
     except (BufferError, RuntimeError) as error:
         raise ValueError(f"{name}: JAX can't share its memory: {error}") from error
     if x.size != 0 if isinstance(x, np.ndarray) else x.numel() != 0:
@@ -311,14 +311,14 @@ def refuse_capture(device: "torch.device", name: str) -> None:
             )
 
 
-def _imported(x: Any) -> jax.Array:
+def _imported(x: Any, name: str) -> jax.Array:
     """From a GPU by DLPack: PyTorch shares memory of its current device alone, and orders it after the current stream.
 
     From the CPU as a NumPy array, which JAX releases in a thread of Python's. A tensor of DLPack's may be released by a
     thread of XLA's, and where Python is about to end just then, the process ends with an abort.
     """
     if not _on_gpu(x):
-        return jax.device_put(to_numpy(x), jax.local_devices(backend="cpu")[0])
+        return jax.device_put(to_numpy(x, name), jax.local_devices(backend="cpu")[0])
     import torch
 
     with torch.cuda.device(x.device):

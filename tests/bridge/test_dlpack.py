@@ -112,6 +112,7 @@ def refusals():
         "int64": (torch.zeros(8, dtype=torch.int64), r"my_arg: .*int64.*x64.*int64_words"),
         "float64": (torch.zeros(8, dtype=torch.float64), r"my_arg: .*float64.*x64"),
         "complex": (torch.zeros(8, dtype=torch.complex64), r"my_arg: expected one of float32, .*complex64"),
+        "another device": (torch.zeros(8, device="meta"), r"my_arg: .*a tensor on meta"),
         "gradient": (grown, r"my_arg: .*gradients are not supported.*no_grad"),
         "numpy transposition": (np.zeros((4, 6), np.float32).T, r"my_arg: .*compact"),
         "numpy int64": (np.zeros(4, np.int64), r"my_arg: .*int64"),
