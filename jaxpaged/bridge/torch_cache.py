@@ -23,6 +23,7 @@ _STORED = {
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
 }
+_ENGINE_NAMES = {dtype: name for name, dtype in _STORED.items()}
 CACHE_DTYPE_NAMES = ", ".join(map(repr, _STORED))
 """What engines call the dtypes of 8-bit caches."""
 Scale = float | torch.Tensor | None
@@ -311,7 +312,7 @@ def stored_dtype(kv_cache_dtype: str) -> torch.dtype | None:
 
 def engine_name(dtype: torch.dtype) -> str:
     """What an engine calls a cache of a dtype: one name whose `stored_dtype` it is, or "auto"."""
-    return next((name for name, stored in reversed(_STORED.items()) if stored == dtype), "auto")
+    return _ENGINE_NAMES.get(dtype, "auto")
 
 
 def check_ints(name: str, x: torch.Tensor) -> None:
