@@ -21,6 +21,7 @@ MIB = 1 << 20
 VALUES: dict[Kernel, dict[str, tuple[Any, ...]]] = {
     "decode": {
         "ctas_per_sm": (1, 2),
+        "warpgroups": (1, 2, 3),
         "tile": (64, 128),
         "most_stages": (2, 3, 4, 5, 6, 8),
         "fewest_tiles": (1, 2, 4, 8, 16),
@@ -50,7 +51,8 @@ class TunedClass:
     def candidates(self, tiles: Tiles, attribute: str) -> Iterator[Tiles]:
         """`tiles` with each other value of an attribute that a kernel can have."""
         for value in (self.values or VALUES[self.kernel])[attribute]:
-            candidate = dataclasses.replace(tiles, **{attribute: value})
+            more = {"ctas_per_sm": 1} if attribute == "warpgroups" and value > 1 else {}  # where one CTA has an SM
+            candidate = dataclasses.replace(tiles, **{attribute: value}, **more)
             if candidate != tiles and candidate.refusal() is None:
                 yield candidate
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
-from jaxpaged.pallas.decode import DecodeShape, reduction_bytes
+from jaxpaged.pallas.decode import DecodeShape
+from jaxpaged.pallas.decode_teams import reduction_numbers
 from jaxpaged.pallas.eight_bits import product_dtype
 from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape
 from jaxpaged.pallas.prefill_plan import PrefillTiling
@@ -55,9 +56,14 @@ def decode_config(
     tiles = gpu.decode_tiles(decode_call(query, cache, batch, batch_invariant, max_query_len))
     rows = group * max_query_len
     tile = tiles.tile if _stages_that_fit(cache, rows, tiles.tile) >= 2 else LEAST_TILE
-    of_two = _stages_that_fit(cache, rows, tile, SMEM_BYTES_OF_TWO)
+    of_two = _stages_that_fit(cache, rows, tile, room=SMEM_BYTES_OF_TWO)
     ctas_per_sm = tiles.ctas_per_sm if of_two >= 3 else 1
     stages = min(tiles.most_stages, of_two if ctas_per_sm == 2 else _stages_that_fit(cache, rows, tile))
+    warpgroups = 1
+    for n in range(tiles.warpgroups, 1, -1):
+        places = min(tiles.most_stages, _stages_that_fit(cache, rows, tile, n)) // n * n
+        if warpgroups == 1 and places >= max(n, 3):
+            warpgroups, stages = n, places
     num_shares = max(1, ctas_per_sm * gpu.num_sms // cache.num_kv_heads)
     return DecodeShape(
         layout=cache.layout,
@@ -73,6 +79,7 @@ def decode_config(
         num_shares=batch.num_reqs if batch_invariant else num_shares,
         tile=tile,
         stages=stages,
+        warpgroups=warpgroups,
         fewest_tiles=tiles.fewest_tiles,
     )
 
@@ -83,14 +90,17 @@ def most_decoded_rows(cache: KVCache) -> int:
     return next((rows for rows in columns if _stages_that_fit(cache, rows, LEAST_TILE) >= 2), 0)
 
 
-def _stages_that_fit(cache: KVCache, rows: int, tile: int, room: int = SMEM_BYTES) -> int:
+def _stages_that_fit(cache: KVCache, rows: int, tile: int, warpgroups: int = 1, room: int = SMEM_BYTES) -> int:
     """Tiles of decode's ring for which shared memory has room, beside queries, weights, output and widened values."""
     columns = -(-rows // 8) * 8
     k_size, v_size = _padded_sizes(cache)
-    query = 2 * columns * k_size * 2
-    others = [query, columns * tile * 2, columns * v_size * 4, 2 * columns * 4, reduction_bytes(columns)]
+    query, out = 2 * columns * k_size * 2, columns * v_size * 4
+    others = [query, out]
+    others += [warpgroups * n for n in (columns * tile * 2, 2 * columns * 4, 4 * reduction_numbers(columns))]
     if cache.quantized:
-        others += [query, tile * v_size * 2]
+        others += [warpgroups * query, warpgroups * tile * v_size * 2]
+    if warpgroups > 1:
+        others += [(warpgroups - 1) * n for n in (out, 2 * columns * 4)]
     row_scales = tile * cache.num_kv_heads * 4 if cache.k_scale is not None and cache.k_scale.ndim == 3 else 0
     ring = tile * (k_size + v_size) * cache.dtype.itemsize + 2 * row_scales
     aligned = sum(-(-n // ALIGNMENT) * ALIGNMENT for n in others) + (2 * ALIGNMENT if row_scales % ALIGNMENT else 0)

@@ -23,7 +23,19 @@ from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES, KVCache
 from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import decode_plan as field
+from jaxpaged.pallas import decode_teams
 from jaxpaged.pallas.decode_plan import DecodePlan
+from jaxpaged.pallas.decode_teams import (
+    REGISTERS,
+    Merged,
+    first_own,
+    hand_over,
+    maximum,
+    merge,
+    own_tiles,
+    reduction_numbers,
+    summed,
+)
 from jaxpaged.pallas.eight_bits import (
     products,
     row_scales,
@@ -75,6 +87,7 @@ class DecodeShape:
       group: query heads a kv head.
       max_query_len: new tokens a request.
       tile, stages: positions a tile, and tiles in the ring.
+      warpgroups: that compute; their number divides that of stages.
       fewest_tiles: in a share.
       overlaps: whether the kernel before may still be running: then this one doesn't end before it.
       by_request: whether the output is [num_reqs, num_kv_heads, padded v_head_size, columns] float32, no sinks, for
@@ -94,6 +107,7 @@ class DecodeShape:
     num_shares: int
     tile: int
     stages: int
+    warpgroups: int
     fewest_tiles: int
     overlaps: bool = False
     by_request: bool = False
@@ -169,6 +183,11 @@ class Memory(NamedTuple):
     p: Any = None
     o: Any = None
     by_column: Any = None
+    reductions: Any = None
+    handed: Any = None
+    handed_stats: Any = None
+    handed_over: Any = None
+    taken: Any = None
     q_full: Any = None
     q_empty: Any = None
     k_full: Any = None
@@ -202,9 +221,9 @@ class Softmax(NamedTuple):
     acc: tuple[Any, ...]
 
 
-def reduction_bytes(columns: int) -> int:
+def reduction_bytes(shape: DecodeShape) -> int:
     """Shared memory for a number of each row and thread, so that all maxima are found in one meeting of threads."""
-    return max(2048, 128 * columns)
+    return 4 * reduction_numbers(shape.columns) if shape.warpgroups == 1 else 0
 
 
 def workspace_types(shape: DecodeShape, num_reqs: int) -> tuple[Any, Any, Any]:
@@ -263,10 +282,10 @@ def decode(
         out_type=workspace_types(shape, batch.num_reqs) if workspace is None else (),
         grid=(shape.dims.num_kv_heads, shape.num_shares),
         grid_names=("head", "share"),
-        num_threads=2,
+        num_threads=shape.warpgroups + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=reduction_bytes(shape.columns)
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=reduction_bytes(shape)
         ),
         interpret=interpret,
         kernel_name="paged_decode",
@@ -288,7 +307,7 @@ def per_column(x: Any, shape: DecodeShape) -> Any:
 def _allocate(
     shape: DecodeShape, options: AttentionOptions, interpret: Interpreter | None, names: Sequence[str], *refs: Any
 ) -> None:
-    """Allocate shared memory and barriers, and start the two warpgroups."""
+    """Allocate shared memory and barriers, and start the warpgroups."""
     operands = Operands(**dict(zip(names, refs, strict=True)))
     keys, values = shape.tiles("key"), shape.tiles("value")
 
@@ -300,11 +319,12 @@ def _allocate(
             k=keys.views(memory.k, interpret),
             v=values.views(memory.v, interpret),
         )
-        wg = lax.axis_index("wg")
-        pl.when(wg == 0)(lambda: _compute(shape, options, operands, memory, interpret))
-        pl.when(wg == 1)(lambda: _load(shape, operands, memory, interpret))
+        wg, n = lax.axis_index("wg"), shape.warpgroups
+        pl.when(wg < n)(lambda: _compute(shape, options, operands, _own_memory(shape, memory, wg), interpret))
+        pl.when(wg == n)(lambda: _load(shape, operands, memory, interpret))
 
     ring = functools.partial(plgpu.Barrier, num_barriers=shape.stages)
+    each = () if shape.warpgroups == 1 else (shape.warpgroups,)
     has_row_scales = operands.k_scales is not None
     queries = two_views((2 * keys.chunks, shape.columns, CHUNK), shape.dtype, interpret)
     if shape.quantized:
@@ -314,21 +334,30 @@ def _allocate(
         q=queries,
         k=keys.smem(interpret),
         v=values.smem(interpret),
-        p=plgpu.SMEM((shape.columns, shape.tile), shape.dtype, transforms=swizzled(shape.dtype)),
+        p=plgpu.SMEM((*each, shape.columns, shape.tile), shape.dtype, transforms=swizzled(shape.dtype)),
         o=plgpu.RefUnion(
             plgpu.SMEM((shape.columns, shape.padded_v_size), shape.out_dtype),
             plgpu.SMEM((shape.padded_v_size, shape.columns), jnp.float32),
         ),
-        by_column=plgpu.SMEM((2, shape.columns), jnp.float32),
+        by_column=plgpu.SMEM((*each, 2, shape.columns), jnp.float32),
         q_full=plgpu.Barrier(num_arrivals=shape.max_query_len * shape.query_copies, num_barriers=2),
-        q_empty=plgpu.Barrier(num_barriers=2),
+        q_empty=plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=2),
         k_full=keys.barrier(with_scales=has_row_scales),
         k_empty=ring(),
         v_full=values.barrier(with_scales=has_row_scales),
         v_empty=ring(),
         **(scratch(shape, row_scales=has_row_scales) if shape.quantized else {}),
+        **(decode_teams.scratch(shape) if each else {}),
         collective_axes="wg",
     )
+
+
+def _own_memory(shape: DecodeShape, memory: Memory, wg: Any) -> Memory:
+    """What a warpgroup that computes sees of shared memory: its own place where each has one."""
+    if shape.warpgroups == 1:
+        return memory
+    own = {name: getattr(memory, name) for name in ("p", "by_column", "queries", "values", "reductions")}
+    return memory._replace(**{name: ref.at[wg] for name, ref in own.items() if ref is not None})
 
 
 def _for_each_piece(operands: Operands, body: Any) -> tuple[Any, Any]:
@@ -364,6 +393,8 @@ def _for_each_piece(operands: Operands, body: Any) -> tuple[Any, Any]:
 
 
 def _load(shape: DecodeShape, operands: Operands, memory: Memory, interpret: Interpreter | None) -> None:
+    if shape.warpgroups > 1:
+        plgpu.set_max_registers(REGISTERS[shape.warpgroups][1], action="decrease")
     value = operands.key if operands.value is None else operands.value
     keys = Stream(
         shape.tiles("key"), operands.key, memory.k, memory.k_full, memory.k_empty, operands.k_scales, memory.k_scales
@@ -419,25 +450,39 @@ def _load_query(shape: DecodeShape, operands: Operands, memory: Memory, piece: P
             plgpu.copy_gmem_to_smem(source, target, memory.q_full.at[slot])
 
 
-# The warpgroup that computes.
+# The warpgroups that compute.
 
 
 def _compute(
     shape: DecodeShape, options: AttentionOptions, operands: Operands, memory: Memory, interpret: Interpreter | None
 ) -> None:
+    wg, several = lax.axis_index("wg"), shape.warpgroups > 1
+    if several:
+        plgpu.set_max_registers(REGISTERS[shape.warpgroups][0], action="increase")
+
     def attend(piece: Piece, pieces: Any, tiles: Any) -> None:
         q_slot = lax.rem(pieces, jnp.int32(2))
         plgpu.barrier_wait(memory.q_full.at[q_slot])
         factors = widen_queries(shape, operands, memory, q_slot, interpret) if shape.quantized else None
         step = functools.partial(_step, shape, options, operands, memory, interpret, piece, q_slot, factors, tiles)
-        state = _empty_state(shape)
-        for first, end, how in _loops(shape, options, piece):
+        state, loops = _empty_state(shape), _loops(shape, options, piece)
+        if several:
+            step = functools.partial(_own_step, shape, step, first_own(shape, wg, tiles))
+            loops = [own_tiles(shape, wg, tiles, loop) for loop in loops]
+        for first, end, how in loops:
             state = lax.fori_loop(first, end, functools.partial(step, **how), state)
         if not shape.quantized:
             plgpu.barrier_arrive(memory.q_empty.at[q_slot])
-        _store(shape, operands, memory, piece, state)
+        whole = summed(shape, memory, state, interpret)
+        if several:
+            pl.when(wg > 0)(lambda: hand_over(shape, memory, wg, pieces, whole))
+            pl.when(wg == 0)(lambda: _store(shape, operands, memory, piece, merge(shape, memory, whole)))
+        else:
+            _store(shape, operands, memory, piece, whole)
 
-    _for_each_piece(operands, attend)
+    pieces, _ = _for_each_piece(operands, attend)
+    if several:
+        pl.when((wg > 0) & (pieces > 0))(lambda: plgpu.barrier_wait(memory.taken))
     plgpu.wait_smem_to_gmem(0)
     if shape.overlaps:
         wait_for_previous_kernel(interpret)
@@ -460,6 +505,11 @@ def _loops(shape: DecodeShape, options: AttentionOptions, piece: Piece) -> list[
     # A loop of its own: what it does takes registers, of which a thread may have 128 where two CTAs are to share an SM.
     loops.append((sound, piece.count, {"masked": True, "checked": True}))
     return loops
+
+
+def _own_step(shape: DecodeShape, step: Any, first: Any, i: Any, state: Softmax, **how: Any) -> Softmax:
+    """A step of a warpgroup's own ones, the first of which is the piece's `first`."""
+    return step(first + i * shape.warpgroups, state, **how)
 
 
 def _step(
@@ -503,7 +553,7 @@ def _step(
         if readable is not None:
             keep &= readable(s.shape)
         s = jnp.where(keep, s, -jnp.inf)
-    peak = jnp.maximum(state.peak, s.max(axis=0) * factor)
+    peak = jnp.maximum(state.peak, maximum(shape, memory, s, interpret) * factor)
     # A row may have nothing to attend to so far: then any finite shift gives exp2(-inf) = 0 where -inf would give NaN.
     shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked or options.score_mod is not None else peak
     p = jnp.exp2(s * factor - lax.broadcast_in_dim(shift, s.shape, [1]))
@@ -588,10 +638,10 @@ def _clear_unused_values(
         chunk[...] = jnp.where(used, v, jnp.zeros_like(v))
 
 
-def _store(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, state: Softmax) -> None:
+def _store(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, state: Merged) -> None:
     """Divide by the sums, and send a whole request's rows to the output, a part's to the workspace."""
     head, share = lax.axis_index("head"), lax.axis_index("share")
-    weight, lse = normalized(state.peak, state.total.sum(axis=0))
+    weight, lse = normalized(state.peak, state.total)
     if operands.v_scale is not None:
         weight = weight * scale_of_head(operands.v_scale)
     sizes = shape.tiles("value").part_sizes

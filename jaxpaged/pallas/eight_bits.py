@@ -4,6 +4,7 @@ Products are exact in float16 for float8 numbers, and in bfloat16 too for int8. 
 instruction, but bfloat16 queries may be too large for it: each row is brought near 1 by a power of two.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from jaxpaged.pallas.fragments import (
     by_16_bytes,
     by_four,
     column,
+    reduced,
 )
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
 from jaxpaged.pallas.mosaic import Interpreter, store
@@ -80,9 +82,10 @@ def scale_of_head(scale: Any) -> Any:
 def scratch(shape: "DecodeShape", *, row_scales: bool) -> dict[str, Any]:
     """Shared memory for what is widened, and for scales."""
     keys, values = shape.tiles("key"), shape.tiles("value")
+    each = () if shape.warpgroups == 1 else (shape.warpgroups,)
     found: dict[str, Any] = {
-        "queries": plgpu.SMEM((2 * keys.chunks, shape.columns, CHUNK), shape.dtype, transforms=shape.swizzled),
-        "values": plgpu.SMEM((shape.tile, values.head_size), shape.dtype, transforms=shape.swizzled),
+        "queries": plgpu.SMEM((*each, 2 * keys.chunks, shape.columns, CHUNK), shape.dtype, transforms=shape.swizzled),
+        "values": plgpu.SMEM((*each, shape.tile, values.head_size), shape.dtype, transforms=shape.swizzled),
     }
     if row_scales:
         scales = plgpu.SMEM((shape.stages, *keys.scale_rows), jnp.float32)
@@ -107,7 +110,8 @@ def widen_queries(
     scaled = shape.dtype != shape.query_dtype
     if scaled:
         wide = [x.astype(jnp.float32) for x in parts]
-        unit, inverse = _unit(wide)
+        largest = functools.partial(_largest, shape, memory, by_four(columns), interpret)
+        unit, inverse = _unit(list(map(largest, wide)))
         store(memory.by_column.at[UNIT], unit)
         parts = [x * lax.broadcast_in_dim(inverse, x.shape, [0]) for x in wide]
     for part, x in enumerate(parts):
@@ -124,11 +128,16 @@ def widen_queries(
     return units if scale is None else units * scale
 
 
-def _unit(parts: Sequence[Any]) -> tuple[Any, Any]:
-    """Of each row of arrays side by side, a power of two near its largest element, and its inverse, both normal."""
-    peak = jnp.abs(parts[0]).max(axis=1)
-    for x in parts[1:]:
-        peak = jnp.maximum(peak, jnp.abs(x).max(axis=1))
+def _largest(shape: "DecodeShape", memory: "Memory", layout: Any, interpret: Interpreter | None, x: Any) -> Any:
+    """The largest magnitude of each row."""
+    if shape.warpgroups == 1:
+        return jnp.abs(x).max(axis=1)
+    return reduced("max", jnp.abs(x), memory.reductions, interpret, 1, layout)
+
+
+def _unit(peaks: Sequence[Any]) -> tuple[Any, Any]:
+    """Of rows in pieces with these largest elements, a power of two near the largest, and its inverse, both normal."""
+    peak = functools.reduce(jnp.maximum, peaks)
     bits = lax.bitcast_convert_type(peak, jnp.int32) & EXPONENT
     bits = jnp.minimum(jnp.maximum(bits, 1 << 23), 253 << 23)
     return lax.bitcast_convert_type(bits, jnp.float32), lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)

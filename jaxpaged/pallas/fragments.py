@@ -126,6 +126,25 @@ def _by_element(x: Any, y: Any) -> Any:
     return result
 
 
+def reduced(
+    op: str, x: Any, scratch: Any, interpret: Interpreter | None, axis: int = 0, layout: Any = plgpu.Layout.WGMMA
+) -> Any:
+    """The "max" or the sum ("add") along an axis of a matrix, float32, in a layout.
+
+    Args:
+      scratch: shared memory [numbers] float32 for the warps to meet in, which Mosaic's own reductions take from one
+        place for all warpgroups.
+    """
+    if interpret is not None:
+        return x.max(axis=axis) if op == "max" else x.sum(axis=axis)
+
+    def reduce(_: Any, x: Any, scratch: Any) -> Any:
+        return x.reduce(op, axis, scratch)
+
+    result = plgpu.ShapeDtypeStruct((x.shape[1 - axis],), x.dtype, layout=layout.reduce(axis))
+    return plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=result)(reduce)(x, scratch)
+
+
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 """How one number for each row of wgmma's result lies in registers."""
 

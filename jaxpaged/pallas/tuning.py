@@ -8,7 +8,7 @@ from typing import Any
 
 Range = tuple[int | None, int | None]
 """The least and the most, both included; None for no bound."""
-MOST_TILE, MOST_STAGES, MOST_CTAS, MOST_PARTS = 128, 16, 2, 64
+MOST_TILE, MOST_STAGES, MOST_CTAS, MOST_PARTS, MOST_WARPGROUPS = 128, 16, 2, 64, 3
 REGISTERS_OF_THREE = 504
 """Registers that a thread of each of three warpgroups may have in all: of the 512 there are, 168 for each at launch."""
 
@@ -22,12 +22,14 @@ class DecodeTiles:
       ctas_per_sm: CTAs that a multiprocessor has at one time: the work of all kv heads is cut into as many shares.
       most_stages: tiles in the ring.
       fewest_tiles: in a share; splitting further costs more than it gains.
+      warpgroups: of a CTA that compute, each every so many-th tile; more than one where one CTA has a multiprocessor.
     """
 
     tile: int
     ctas_per_sm: int
     most_stages: int
     fewest_tiles: int
+    warpgroups: int = 1
 
     def refusal(self) -> str | None:
         """Why the kernel can't be cut up like this, or None."""
@@ -37,6 +39,8 @@ class DecodeTiles:
             return f"ctas_per_sm: expected 1 to {MOST_CTAS}, got {self.ctas_per_sm}"
         if not 2 <= self.most_stages <= MOST_STAGES:
             return f"most_stages: expected 2 to {MOST_STAGES}, got {self.most_stages}"
+        if not 1 <= self.warpgroups <= (MOST_WARPGROUPS if self.ctas_per_sm == 1 else 1):
+            return f"warpgroups: expected 1, or with one CTA up to {MOST_WARPGROUPS}, got {self.warpgroups}"
         return None if self.fewest_tiles >= 1 else f"fewest_tiles: expected 1 or more, got {self.fewest_tiles}"
 
 

@@ -68,6 +68,16 @@ WRONG = {
     "a wrong bound": ([*PREFILL, "when", "rows"], [None, "x"], r"when\.rows\[1\]: expected an integer"),
     "no such tile": ([*DECODE, "use", "tile"], 96, r"decode\[0\]\.use\.tile: expected 64 or 128, got 96"),
     "too many registers": ([*PREFILL, "use", "registers"], [240, 32], r"registers: two computing .* have 504"),
+    "too many warpgroups": (
+        [*DECODE, "use", "warpgroups"],
+        4,
+        r"warpgroups: expected 1, or with one CTA up to 3, got 4",
+    ),
+    "warpgroups of two CTAs": (
+        [*DECODE[:-1], 2, "use", "warpgroups"],
+        2,
+        r"decode\[2\]\.use\.warpgroups: expected 1, or",
+    ),
     "odd registers": ([*PREFILL, "use", "registers"], [230, 24], r"registers: expected multiples of 8"),
     "not total": ([*DECODE[:-1], 2, "when"], {"rows": [1, 8]}, r"decode\[2\]\.when: expected {}"),
     "no rules": (["gpus", H200, "decode"], [], r"decode: expected a list of rules, got \[\]"),
@@ -190,7 +200,8 @@ def gpus(draw: Any) -> Gpu:
         return TABLE.gpu(draw(st.sampled_from([*TABLE.gpus, None])), draw(st.sampled_from([None, 7, 114, 144])))
     tile, stages = draw(st.sampled_from([64, 128])), draw(st.integers(2, 16))
     registers = draw(st.sampled_from([(240, 24), (216, 72)]))
-    decode = DecodeTiles(tile, draw(st.integers(1, 2)), stages, draw(st.integers(1, 9)))
+    ctas = draw(st.integers(1, 2))
+    decode = DecodeTiles(tile, ctas, stages, draw(st.integers(1, 9)), draw(st.integers(1, 3)) if ctas == 1 else 1)
     prefill = PrefillTiles(tile, stages, registers, draw(st.integers(0, 200)), 1 << 20, draw(st.integers(1, 64)))
     assert decode.refusal() is None and prefill.refusal() is None
     return Gpu("", draw(st.integers(1, 200)), (Rule(ShapeClass(), decode),), (Rule(ShapeClass(), prefill),))
@@ -223,11 +234,12 @@ def test_every_decode_fits(call, gpu, longest):
     shape = config.decode_config(*given, gpu)
     rule = gpu.decode_tiles(config.decode_call(call.query, call.cache, call.batch, call.batch_invariant, longest))
     assert shape.tile in (64, rule.tile) and 2 <= shape.stages <= rule.most_stages
+    assert 1 <= shape.warpgroups <= rule.warpgroups and shape.stages % shape.warpgroups == 0
     assert shape.rows == group * longest and shape.fewest_tiles == rule.fewest_tiles
     most = max(1, rule.ctas_per_sm * gpu.num_sms // call.cache.num_kv_heads)
     assert shape.num_shares == call.batch.num_reqs if call.batch_invariant else 1 <= shape.num_shares <= most
     by_row = call.cache.k_scale is not None and call.cache.k_scale.ndim == 3
-    needed = shared_bytes(decode, shape, ("k_scales",) if by_row else ()) + decode.reduction_bytes(shape.columns)
+    needed = shared_bytes(decode, shape, ("k_scales",) if by_row else ()) + decode.reduction_bytes(shape)
     of_one = max(1, gpu.num_sms // call.cache.num_kv_heads)
     two = not call.batch_invariant and shape.num_shares > of_one
     assert needed <= (SMEM_BYTES_OF_TWO if two else SMEM_BYTES)

@@ -1,0 +1,117 @@
+"""Decode with several computing warpgroups a CTA: who takes which tile, and how their states become one.
+
+Each takes every so many-th tile of a share, with an online softmax of its own; the first merges them when a request, or
+the part of it in the share, is over. A warpgroup waits for its products, its warps and its shared memory most of the
+time: with more of them a multiprocessor has more to do meanwhile. Two CTAs do the same, as long as threads have the
+registers for it.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxpaged.pallas.fragments import reduced
+from jaxpaged.pallas.mosaic import Interpreter, store
+from jaxpaged.pallas.paged_tiles import CHUNK
+from jaxpaged.pallas.ranges import Loop, ceil_div
+
+if TYPE_CHECKING:
+    from jaxpaged.pallas.decode import DecodeShape, Memory, Softmax
+
+BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+PEAK, TOTAL = 0, 1
+"""Rows of `Memory.handed_stats`."""
+REGISTERS = {2: (216, 72), 3: (152, 56)}
+"""Of a thread that computes and of one that loads, by the number of warpgroups that compute."""
+
+
+class Merged(NamedTuple):
+    """Maximum and sum of each row, and its output, transposed, by pieces of the head."""
+
+    peak: Any
+    total: Any
+    acc: tuple[Any, ...]
+
+
+def scratch(shape: "DecodeShape") -> dict[str, Any]:
+    """Shared memory and barriers for what warpgroups hand over."""
+    others = shape.warpgroups - 1
+    return {
+        "reductions": plgpu.SMEM((shape.warpgroups, reduction_numbers(shape.columns)), jnp.float32),
+        "handed": plgpu.SMEM((others, shape.padded_v_size, shape.columns), jnp.float32),
+        "handed_stats": plgpu.SMEM((others, 2, shape.columns), jnp.float32),
+        "handed_over": plgpu.Barrier(num_barriers=others),
+        "taken": plgpu.Barrier(),
+    }
+
+
+def reduction_numbers(columns: int) -> int:
+    """Numbers of 32 bits that a warpgroup finds a maximum of each column with."""
+    return max(512, 32 * columns)
+
+
+def own_tiles(shape: "DecodeShape", wg: Any, tiles: Any, loop: Loop) -> Loop:
+    """Of tiles of a piece, before which `tiles` of the share lie, those of a warpgroup, counted by themselves.
+
+    A place in the ring is always one warpgroup's, since their number divides that of places: each waits for all phases
+    of its barriers.
+    """
+    begin, end, how = loop
+    first, n = first_own(shape, wg, tiles), jnp.int32(shape.warpgroups)
+    begin, end = (ceil_div(jnp.maximum(x - first, 0), n) for x in (begin, end))
+    return begin, end, how
+
+
+def first_own(shape: "DecodeShape", wg: Any, tiles: Any) -> Any:
+    """The first of a piece's tiles that is a warpgroup's."""
+    n = jnp.int32(shape.warpgroups)
+    return lax.rem(wg + n - lax.rem(tiles, n), n)
+
+
+def maximum(shape: "DecodeShape", memory: "Memory", s: Any, interpret: Interpreter | None) -> Any:
+    """Of each column; warpgroups need memory of their own for it, where Mosaic would give all of them the same."""
+    return s.max(axis=0) if shape.warpgroups == 1 else reduced("max", s, memory.reductions, interpret)
+
+
+def summed(shape: "DecodeShape", memory: "Memory", state: "Softmax", interpret: Interpreter | None) -> Merged:
+    """A warpgroup's state with the sums of its threads added up."""
+    total = state.total
+    total = total.sum(axis=0) if shape.warpgroups == 1 else reduced("add", total, memory.reductions, interpret)
+    return Merged(state.peak, total, state.acc)
+
+
+def hand_over(shape: "DecodeShape", memory: "Memory", wg: Any, pieces: Any, state: Merged) -> None:
+    """Leave a state to the first warpgroup, when it has taken that of the piece before."""
+    mine = wg - 1
+    pl.when(pieces > 0)(lambda: plgpu.barrier_wait(memory.taken))
+    store(memory.handed_stats.at[mine, PEAK], state.peak)
+    store(memory.handed_stats.at[mine, TOTAL], state.total)
+    for c, (a, size) in enumerate(zip(state.acc, shape.tiles("value").part_sizes, strict=True)):
+        store(memory.handed.at[mine, pl.ds(c * CHUNK, size), :], a)
+    plgpu.barrier_arrive(memory.handed_over.at[mine])
+
+
+def merge(shape: "DecodeShape", memory: "Memory", state: Merged) -> Merged:
+    """The first warpgroup's state with those of the others."""
+    sizes = shape.tiles("value").part_sizes
+    for other in range(shape.warpgroups - 1):
+        plgpu.barrier_wait(memory.handed_over.at[other])
+        peak, total = (
+            plgpu.load(memory.handed_stats.at[other, row], layout=BY_COLUMN, optimized=False) for row in (PEAK, TOTAL)
+        )
+        highest = jnp.maximum(state.peak, peak)
+        shift = jnp.where(highest == -jnp.inf, 0.0, highest)
+        ours, theirs = jnp.exp2(state.peak - shift), jnp.exp2(peak - shift)
+        acc = []
+        for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True)):
+            b = plgpu.load(
+                memory.handed.at[other, pl.ds(c * CHUNK, size), :], layout=plgpu.Layout.WGMMA, optimized=False
+            )
+            ours_of, theirs_of = (lax.broadcast_in_dim(x, a.shape, [1]) for x in (ours, theirs))
+            acc.append(a * ours_of + b * theirs_of)
+        state = Merged(highest, state.total * ours + total * theirs, tuple(acc))
+    plgpu.barrier_arrive(memory.taken)
+    return state

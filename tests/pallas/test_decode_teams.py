@@ -1,0 +1,43 @@
+"""Decode by several warpgroups of a CTA, whose states are merged."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jaxpaged.pallas import decode
+from jaxpaged.pallas.tuning import DecodeTiles, Rule, ShapeClass, gpu_of, tuned_for
+from jaxpaged.testing.cases import Case
+from jaxpaged.testing.doors import DOORS
+from jaxpaged.testing.verify import compare
+
+FEW = dataclasses.replace(gpu_of(), num_sms=2)
+"""With few multiprocessors, CTAs have many tiles and parts of several requests."""
+HALF: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "dtype": "bfloat16"}
+CASES = [
+    Case("fewer tiles than warpgroups", (1, 1, 0, 1, 1), (60, 65, 0, 130, 1)),
+    Case("parts of requests", (1, 1, 1), (600, 1, 900)),
+    Case("new tokens", (4, 2, 4), (500, 66, 300)),
+    Case("window", (1, 1), (500, 300), options=(("window", (99, 0)), ("sinks", None))),
+    Case("blocks out of range", (1, 1, 1), (500, 300, 90), bad_blocks=True, options=(("alibi", None),)),
+    Case("int8", (1, 1), (600, 70), cache_dtype="int8", scales="token_head", num_heads=8, num_kv_heads=8),
+    Case("float8", (1, 1, 1), (600, 70, 9), cache_dtype="float8_e4m3fn", scales="head", bad_blocks=True),
+    Case("float8 of 128", (1, 2), (400, 70), cache_dtype="float8_e5m2", scales="tensor", head_size=128),
+]
+
+
+@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_results_are_the_definitions(
+    kernels: None, monkeypatch: pytest.MonkeyPatch, case: Case, warpgroups: int
+) -> None:
+    shapes: list[Any] = []
+    allocate = decode._allocate
+    monkeypatch.setattr(decode, "_allocate", lambda shape, *args: [shapes.append(shape), allocate(shape, *args)][1])
+    case = dataclasses.replace(case, **{k: v for k, v in HALF.items() if k == "dtype" or case.num_kv_heads == 2})
+    tiles = DecodeTiles(64, 1, 6, 1, warpgroups)
+    with tuned_for(dataclasses.replace(FEW, decode=(Rule(ShapeClass(), tiles),))):
+        result = compare(case, "kernels", DOORS["kernels"])
+    assert result.skipped is None
+    assert result.ok, result
+    assert {(shape.warpgroups, shape.stages) for shape in shapes} == {(warpgroups, 6)}
