@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.metadata.layout import Which
 from jaxpaged.metadata.slots import last_writes
-from jaxpaged.pallas.mosaic import Interpreter, kernel, store
+from jaxpaged.pallas.mosaic import Interpreter, follow_previous_kernel, kernel, store
 from jaxpaged.pallas.paged_rows import rows_index
 from jaxpaged.pallas.quantize import quantize, row_scale
 from jaxpaged.pallas.row_tiles import TMA_BOX, WARPS, RowTile, columns, load
@@ -97,6 +97,7 @@ def write_rows(
     names = [*read, "slots", *refs]
 
     def write_cache(*operands: Any, **scratch: Any) -> None:
+        follow_previous_kernel(interpret)
         _write_tile(tiles, cache, num_tokens, dict(zip(names, operands, strict=True)) | scratch, interpret)
 
     kernel(

@@ -18,7 +18,7 @@ from jaxpaged.pallas import decode_plan as field
 from jaxpaged.pallas.decode import BY_ROW, DecodeShape, per_column
 from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.matmul import transposed
-from jaxpaged.pallas.mosaic import Interpreter, kernel, store, wait_for_previous_kernel
+from jaxpaged.pallas.mosaic import Interpreter, follow_previous_kernel, kernel, store
 from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.prefill_rows import row_requests
 from jaxpaged.pallas.scores import LN2, normalized, with_sink
@@ -111,7 +111,7 @@ def _combine(
     tiles, q_start, q_len, first, last = (
         requests[request, f] for f in (field.TILES, field.Q_START, field.Q_LEN, field.FIRST_SHARE, field.LAST_SHARE)
     )
-    wait_for_previous_kernel(interpret)  # decode, but the plan was there before
+    follow_previous_kernel(interpret)  # decode, but the plan was there before decode began
     size = (CHUNK, shape.columns)
 
     def send(token: Any, row: Any) -> None:

@@ -49,6 +49,7 @@ from jaxpaged.pallas.matmul import dot, dot_onto, transposed
 from jaxpaged.pallas.mosaic import (
     Interpreter,
     drain,
+    follow_previous_kernel,
     kernel,
     let_next_kernel_start,
     one_warp_each,
@@ -89,7 +90,8 @@ class DecodeShape:
       tile, stages: positions a tile, and tiles in the ring.
       warpgroups: that compute; their number divides that of stages.
       fewest_tiles: in a share.
-      overlaps: whether the kernel before may still be running: then this one doesn't end before it.
+      overlaps: whether to begin while the kernel before is still running, and not to end before it: it must write
+        nothing that this one reads or writes, and all before it must have ended when its CTAs let this one start.
       by_request: whether the output is [num_reqs, num_kv_heads, padded v_head_size, columns] float32, no sinks, for
         a merge with another state.
     """
@@ -312,7 +314,10 @@ def _allocate(
     keys, values = shape.tiles("key"), shape.tiles("value")
 
     def run(**refs: Any) -> None:
-        let_next_kernel_start(interpret)
+        if shape.overlaps:
+            let_next_kernel_start(interpret)
+        else:
+            follow_previous_kernel(interpret)
         memory = Memory(**refs)
         memory = memory._replace(
             q=memory.q if shape.quantized else split_views(memory.q, interpret),

@@ -50,15 +50,25 @@ def store(ref: Any, value: Any) -> None:
 
 def let_next_kernel_start(interpret: Interpreter | None) -> None:
     """The next kernel of the stream may be launched when all CTAs have come here: its CTAs take the place of those that
-    end, and wait for the rest in `wait_for_previous_kernel` (CUDA's programmatic dependent launch)."""
+    end, and wait for the rest in `wait_for_previous_kernel` (CUDA's programmatic dependent launch).
+
+    The next kernel takes for done what ended before this one's CTAs came here. So wait first; docs/design.md says why.
+    """
     if interpret is None:
         plgpu.griddepcontrol_launch_dependents()
 
 
 def wait_for_previous_kernel(interpret: Interpreter | None) -> None:
-    """Wait until the kernel before this one has ended and its writes can be seen."""
+    """Wait until the kernel before this one has ended and its writes can be seen, and so for all before it, if each of
+    those that are launched early waits, too. A kernel that waits is launched early where the one before lets it."""
     if interpret is None:
         plgpu.griddepcontrol_wait()
+
+
+def follow_previous_kernel(interpret: Interpreter | None) -> None:
+    """To begin with, in all threads: wait for the kernel before, then let the next one do so."""
+    wait_for_previous_kernel(interpret)
+    let_next_kernel_start(interpret)
 
 
 def one_warp_each(*jobs: Callable[[], None]) -> None:

@@ -101,6 +101,7 @@ def decode_calls(
     sinks: bool = False,
     lse: bool = False,
     num_reqs: int = 4,
+    overlaps: bool = False,
     **given: Any,
 ) -> tuple[KernelCalls, Any]:
     cache = cache_of(**given)
@@ -108,6 +109,7 @@ def decode_calls(
         cache, query_dtype="bfloat16", num_tokens=num_reqs, num_heads=8, num_reqs=num_reqs, columns=6,
         max_query_len=1, batch_invariant=False, gpu=gpu_of(),
     )  # fmt: skip
+    shape = dataclasses.replace(shape, overlaps=overlaps)
     rows = array((num_reqs, 8, 64), jnp.bfloat16)
     plan = DecodePlan(array((num_reqs + 1, NUM_FIELDS), jnp.int32), array((shape.num_shares, 4), jnp.int32))
     per_head = array((1, 2, 8), jnp.float32)
@@ -167,10 +169,12 @@ def test_slopes_and_sinks_come_ready() -> None:
     assert slopes not in combine.buffers
 
 
-def test_only_combine_may_start_early() -> None:
+def test_a_layers_kernels_may_start_early() -> None:
     """Programmatic dependent launch is an attribute of the kernel's module, and so reaches the launch without XLA."""
-    calls, _ = decode_calls(AttentionOptions(0.125))
-    assert [b"mosaic_gpu.uses_pdl" in call.module for call in calls.calls] == [False, True]
+    rows = array((4, 2, 64), jnp.bfloat16)
+    write = lowered(kernel_functions.write_rows, cache_of(), rows, rows, array((4,), jnp.int32))
+    attend, _ = decode_calls(AttentionOptions(0.125))
+    assert [b"mosaic_gpu.uses_pdl" in call.module for call in (*write.calls, *attend.calls)] == [True, True, True]
 
 
 def test_a_plan_is_one_kernel() -> None:
@@ -198,32 +202,48 @@ PREFILLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PREFILLS)
-def test_prefill_is_kernels_alone_and_writes_its_output(name: str) -> None:
-    given = PREFILLS[name]
-    tokens, rows, return_lse = given.get("tokens", 4096), given.get("rows", 8), given.get("return_lse", False)
-    options, cache = AttentionOptions(0.125, **given.get("options", {})), cache_of(given.get("layout", "NHD"))
-    slopes = array((given["slopes"], 8), jnp.float32) if "slopes" in given else None
-    sinks = array((8,), jnp.float32) if "sinks" in given else None
+def prefill_calls(
+    *,
+    tokens: int = 4096,
+    rows: int = 8,
+    return_lse: bool = False,
+    options: Any = None,
+    layout: str = "NHD",
+    slopes: int = 0,
+    sinks: bool = False,
+) -> tuple[KernelCalls, Any]:
+    """
+    Args:
+      slopes: rows of slopes, 0 for none.
+    """
+    made, cache = AttentionOptions(0.125, **(options or {})), cache_of(layout)
+    given_slopes = array((slopes, 8), jnp.float32) if slopes else None
+    given_sinks = array((8,), jnp.float32) if sinks else None
     shape = kernel_functions.prefill_shape(
-        cache, dataclasses.replace(options, alibi_slopes=slopes), query_dtype="bfloat16", num_tokens=tokens,
+        cache, dataclasses.replace(made, alibi_slopes=given_slopes), query_dtype="bfloat16", num_tokens=tokens,
         num_heads=8, num_reqs=rows, return_lse=return_lse, batch_invariant=False, gpu=gpu_of(),
     )  # fmt: skip
     heads = 2 if shape.tiling.packed else 8
     work = (shape.tiling.num_ctas, most_items(tokens, rows, shape.tiling, heads), PREFILL_FIELDS)
     plan = PrefillPlan(*(array(s, jnp.int32) for s in (work, work[:1], (rows + 1,), ())))
     query = array((tokens, 8, 64), jnp.bfloat16)
-    how = {"options": options, "shape": shape, "return_lse": return_lse}
-    calls = lowered(
-        kernel_functions.prefill, query, cache, array((rows, 6), jnp.int32), plan, slopes, sinks, query, **how
-    )
+    arguments = (query, cache, array((rows, 6), jnp.int32), plan, given_slopes, given_sinks, query)
+    how = {"options": made, "shape": shape, "return_lse": return_lse}
+    return lowered(kernel_functions.prefill, *arguments, **how), shape
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill_is_kernels_alone_and_writes_its_output(name: str) -> None:
+    given = PREFILLS[name]
+    tokens, rows, return_lse = given.get("tokens", 4096), given.get("rows", 8), given.get("return_lse", False)
+    calls, shape = prefill_calls(**given)
     out = calls.num_inputs - 1
     assert len(calls.calls) == (2 if "in parts" in name else 1)
     assert shape.tiling.packed == (tokens <= 64 * rows)
     assert (calls.mutated, calls.outputs[0], calls.constants) == ({out}, out, {})
     assert len(calls.results) == return_lse
     assert len(calls.intermediates) == (2 if "in parts" in name else 0)
-    tiles = most_tiles(tokens, rows, shape.tiling)
+    tiles, heads = most_tiles(tokens, rows, shape.tiling), 2 if shape.tiling.packed else 8
     assert [calls.sizes[b] for b in calls.results] == [tiles * heads * 128 * 4] * return_lse
 
 
