@@ -6,25 +6,28 @@ so many that both end together. Prefill's CTAs without work end at once, and dec
 attention, Kamath et al., 2024, does the same within a multiprocessor).
 """
 
+import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.decode import DecodeShape
 from jaxpaged.pallas.decode_plan import tiles_of_requests
 from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape
-from jaxpaged.pallas.prefill_plan import total_steps
+from jaxpaged.pallas.prefill_plan import PrefillTiling, total_steps
 from jaxpaged.pallas.tuning import Gpu
 from jaxpaged.reference.attention import AttentionOptions
 
-SM_BYTES, ALL_BYTES, SM_FLOPS = 90e3, 4.3e6, 4.85e6
-"""What one multiprocessor of an H200 reads in a microsecond, what all read together, and what one multiplies and adds.
+SM_BYTES, ALL_BYTES, SM_FLOPS = 90.0, 4300.0, 4850.0
+"""What one multiprocessor of an H200 reads in a nanosecond, what all read together, and what one multiplies and adds.
 On other Hopper GPUs their ratios are near enough: time is lost slowly around the best division."""
-LEAST_GAIN = 1.02
-"""Over one after the other, to divide at all."""
+GAIN = 64
+"""One part of so many that dividing has to gain over one after the other."""
 
 
 class Division(NamedTuple):
@@ -34,50 +37,93 @@ class Division(NamedTuple):
     lists: Any
 
 
-def fewest_lists(num_sms: int) -> int:
-    """Lists that prefill keeps however much there is to decode: fewer multiprocessors than that read at the full
-    rate."""
-    return num_sms - num_sms // 2
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """What may be divided.
+
+    Attributes:
+      num_sms: multiprocessors, and lists of prefill.
+      num_shares, max_query_len, tile: of decode, as in `DecodeShape`.
+      ways: shares and multiprocessors of decode that may be tried.
+      tile_bytes: of keys and values of a tile of decode, of all kv heads.
+      step_flops: of a step of prefill.
+    """
+
+    num_sms: int
+    num_shares: int
+    max_query_len: int
+    tile: int
+    ways: tuple[tuple[int, int], ...]
+    tile_bytes: int
+    step_flops: int
+
+    @property
+    def fewest_lists(self) -> int:
+        """Lists that prefill keeps however much there is to decode: the others read at the full rate."""
+        return self.num_sms - max(sms for _, sms in self.ways)
+
+    def best(self, tiles: Any, steps: Any) -> Division:
+        """The division that ends first, or all for each where one after the other is as good.
+
+        The same in XLA as in kernels: sums are of integers, which nothing rounds otherwise.
+
+        Args:
+          tiles, steps: scalars int32, tiles of decode of one kv head, and steps of all items of prefill.
+        """
+        reads, products = (x.astype(jnp.float32) for x in (tiles, steps))
+        best = Division(jnp.int32(self.num_shares), jnp.int32(self.num_sms))
+        whole = _nanoseconds(reads, self.tile_bytes / ALL_BYTES)
+        whole += _nanoseconds(products, self.step_flops / (SM_FLOPS * self.num_sms))
+        least = whole - lax.div(whole, jnp.int32(GAIN))
+        for shares, sms in self.ways:
+            time = jnp.maximum(
+                _nanoseconds(reads, self.tile_bytes / min(sms * SM_BYTES, ALL_BYTES)),
+                _nanoseconds(products, self.step_flops / (SM_FLOPS * (self.num_sms - sms))),
+            )
+            better = time < least
+            best = Division(
+                jnp.where(better, jnp.int32(shares), best.shares),
+                jnp.where(better, jnp.int32(self.num_sms - sms), best.lists),
+            )
+            least = jnp.minimum(time, least)
+        return best
+
+
+def _nanoseconds(count: Any, each: float) -> Any:
+    return jnp.minimum(count * jnp.float32(each), jnp.float32(2**29)).astype(jnp.int32)
+
+
+def sides_of(cache: KVCache, decode: DecodeShape, prefill: PrefillShape, gpu: Gpu) -> Sides | None:
+    """What may be divided, or None."""
+    if prefill.in_parts:
+        return None
+    heads, size = cache.num_kv_heads, cache.head_size + cache.v_head_size
+    ctas_per_sm = max(1, math.ceil(decode.num_shares * heads / gpu.num_sms))
+    ways = [(shares, math.ceil(shares * heads / ctas_per_sm)) for shares in range(1, decode.num_shares)]
+    ways = [(shares, sms) for shares, sms in ways if sms <= gpu.num_sms // 2]
+    if not ways:
+        return None
+    return Sides(
+        num_sms=gpu.num_sms,
+        num_shares=decode.num_shares,
+        max_query_len=decode.max_query_len,
+        tile=decode.tile,
+        ways=tuple(ways),
+        tile_bytes=decode.tile * size * cache.dtype.itemsize * heads,
+        step_flops=2 * 2 * WG_ROWS * prefill.tiling.step * size,
+    )
 
 
 def divide(
-    cache: KVCache,
-    batch: PagedBatch,
-    options: AttentionOptions,
-    decode: DecodeShape,
-    prefill: PrefillShape,
-    gpu: Gpu,
-    *,
-    num_tokens: int,
-    num_heads: int,
-    shortest: int,
-) -> Division | None:
-    """The division that ends first, or all for each where one after the other is as good; None where that is known.
+    cache: KVCache, batch: PagedBatch, options: AttentionOptions, sides: Sides, tiling: PrefillTiling, **sizes: Any
+) -> Division:
+    """The best division of a batch.
 
     Args:
-      shortest: new tokens of requests that prefill takes.
+      sizes: arguments of `plan_prefill`.
     """
-    heads = cache.num_kv_heads
-    per_sm = max(1, math.ceil(decode.num_shares * heads / gpu.num_sms))
-    sms = [math.ceil(shares * heads / per_sm) for shares in range(1, decode.num_shares)]
-    sms = [n for n in sms if n <= gpu.num_sms - fewest_lists(gpu.num_sms)]
-    if not sms:
-        return None
-    starts = jnp.clip(batch.query_start_loc, 0, num_tokens)
+    starts = jnp.clip(batch.query_start_loc, 0, sizes["num_tokens"])
     q_len, kv_len = starts[1:] - starts[:-1], batch.kv_lens(cache.block_size)
-    tiles = tiles_of_requests(options, q_len, kv_len, decode.max_query_len, decode.tile)[2]
-    row_bytes = (cache.head_size + cache.v_head_size) * cache.dtype.itemsize
-    reads = jnp.sum(tiles, dtype=jnp.int32).astype(jnp.float32) * (decode.tile * row_bytes * heads)
-    sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "shortest": shortest}
-    steps = total_steps(cache, batch, options, prefill.tiling, **sizes).astype(jnp.float32)
-    flops = steps * (2 * 2 * WG_ROWS * prefill.tiling.step * (cache.head_size + cache.v_head_size))
-    of_decode = jnp.array(sms, jnp.float32)
-    times = jnp.maximum(
-        reads / jnp.minimum(of_decode * SM_BYTES, ALL_BYTES), flops / (SM_FLOPS * (gpu.num_sms - of_decode))
-    )
-    best = jnp.argmin(times)
-    gains = reads / ALL_BYTES + flops / (SM_FLOPS * gpu.num_sms) > LEAST_GAIN * times[best]
-    return Division(
-        jnp.where(gains, best + 1, decode.num_shares).astype(jnp.int32),
-        jnp.where(gains, gpu.num_sms - jnp.array(sms, jnp.int32)[best], gpu.num_sms).astype(jnp.int32),
-    )
+    cut = functools.partial(tiles_of_requests, options, max_query_len=sides.max_query_len, tile=sides.tile)
+    tiles = jnp.sum(cut(q_len, kv_len)[2], dtype=jnp.int32)
+    return sides.best(tiles, total_steps(cache, batch, options, tiling, **sizes))

@@ -1,6 +1,7 @@
 """Multiprocessors divided between decode and prefill."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ import pytest
 
 from jaxpaged import KVCache, PagedBatch
 from jaxpaged.attention import make_options
-from jaxpaged.pallas import attention, side_by_side
+from jaxpaged.pallas import attention
 from jaxpaged.pallas.config import decode_config, prefill_config
-from jaxpaged.pallas.side_by_side import Division, divide, fewest_lists
+from jaxpaged.pallas.side_by_side import Division, Sides, divide, sides_of
 from jaxpaged.pallas.tuning import gpu_of, tuned_for
 from jaxpaged.testing.cases import Case
 from jaxpaged.testing.doors import DOORS
@@ -33,9 +34,11 @@ def division(query_lens: list[int], seq_lens: list[int]) -> tuple[int, int]:
     options = make_options(num_heads=32, num_reqs=batch.num_reqs, **OPTIONS)
     decode = decode_config(query, cache, batch, query.dtype, False, 1, GPU)
     prefill = prefill_config(query, cache, batch, options, query.dtype, False, False, GPU)
+    sides = sides_of(cache, decode, prefill, GPU)
+    if sides is None:
+        return ALL
     sizes = {"num_tokens": num_tokens, "num_heads": 32, "shortest": 2}
-    found = divide(cache, batch, options, decode, prefill, GPU, **sizes)
-    assert found is not None
+    found = divide(cache, batch, options, sides, prefill.tiling, **sizes)
     return int(found.shares), int(found.lists)
 
 
@@ -64,15 +67,19 @@ def test_nothing_is_divided_for_one_of_them(lens: Any) -> None:
 
 
 def test_prefill_keeps_half() -> None:
-    assert division([1] * 63 + [40], [8192] * 63 + [8192])[1] >= fewest_lists(132) == 66
+    assert division([1] * 63 + [40], [8192] * 63 + [8192])[1] >= 66
 
 
+@pytest.mark.parametrize("plan_by_kernel", [False, True])
 @pytest.mark.parametrize(("shares", "lists"), [(1, 1), (1, 2), (2, 1)])
-def test_results_do_not_depend_on_it(kernels: None, monkeypatch: pytest.MonkeyPatch, shares: int, lists: int) -> None:
-    monkeypatch.setattr(attention, "divide", lambda *args, **how: Division(jnp.int32(shares), jnp.int32(lists)))
+def test_results_do_not_depend_on_it(
+    kernels: None, monkeypatch: pytest.MonkeyPatch, shares: int, lists: int, plan_by_kernel: bool
+) -> None:
+    monkeypatch.setattr(Sides, "best", lambda self, tiles, steps: Division(tiles * 0 + shares, steps * 0 + lists))
+    by = functools.partial(attention.paged_attention, plan_by_kernel=plan_by_kernel)
+    monkeypatch.setattr(attention, "paged_attention", by)
     case = Case("mixed", (1, 1, 1, 150, 1, 1, 1, 1, 90), (9, 190, 200, 150, 1, 64, 65, 30, 300), dtype="bfloat16")
     with tuned_for(dataclasses.replace(GPU, num_sms=2)):
         result = compare(case, "kernels", DOORS["kernels"])
     assert result.skipped is None
     assert result.ok, result
-    assert side_by_side.fewest_lists(2) == 1
