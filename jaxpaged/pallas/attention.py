@@ -20,10 +20,10 @@ from jaxpaged.pallas.cascade import (
 )
 from jaxpaged.pallas.chunks import chunk_refusal, in_chunks
 from jaxpaged.pallas.combine import attending_rows, combine, decoded_lse, rows_of_requests
-from jaxpaged.pallas.config import decode_config, most_decoded_rows, prefill_config
+from jaxpaged.pallas.config import decode_config, most_decoded_rows, prefill_config, prefill_fits
 from jaxpaged.pallas.decode import DecodeShape, decode, per_column, workspace_types
 from jaxpaged.pallas.decode_plan import DecodePlan
-from jaxpaged.pallas.eight_bits import scale_refusal
+from jaxpaged.pallas.eight_bits import has_row_scales, scale_refusal
 from jaxpaged.pallas.functions import function_refusal
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.plans import plan_decode, plan_prefill
@@ -50,7 +50,7 @@ def refusal(query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOpt
     if out_dtype not in DTYPES:
         return f"the kernels write outputs of bfloat16 and float16, not {out_dtype.name}"
     if cache.quantized:
-        reason = _quantized_refusal(query, cache, batch, options)
+        reason = _quantized_refusal(query, cache, batch, options, out_dtype)
         if reason is not None:
             return reason
     elif cache.dtype != query.dtype:
@@ -72,13 +72,22 @@ def refusal(query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOpt
     return None
 
 
-def _quantized_refusal(query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOptions) -> str | None:
+def prefill_takes(query: Any, cache: KVCache, out_dtype: Any) -> bool:
+    """Whether prefill takes the cache; decode takes long queries in chunks otherwise."""
+    return not cache.quantized or (not has_row_scales(cache) and prefill_fits(query.dtype, cache, out_dtype))
+
+
+def _quantized_refusal(
+    query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOptions, out_dtype: Any
+) -> str | None:
     if any(size % 64 for size in (cache.head_size, cache.v_head_size)):
         return f"the kernels take 8-bit heads of a multiple of 64 elements, not {cache.head_size}, {cache.v_head_size}"
     most_rows = most_decoded_rows(cache)
     if query.shape[1] // cache.num_kv_heads > most_rows:
         return f"the kernels take 8-bit caches like this one with up to {most_rows} query heads a kv head"
-    if batch.max_query_len is None or batch.max_query_len > decoded_lens(query, cache, batch, batch_invariant=False):
+    longest = decoded_lens(query, cache, batch, batch_invariant=False)
+    long = batch.max_query_len is None or batch.max_query_len > longest
+    if long and not prefill_takes(query, cache, out_dtype):
         reason = chunk_refusal(options)
         if reason is not None:
             return f"the kernels don't take {reason}"
@@ -109,7 +118,7 @@ def paged_attention(
     num_tokens, num_heads, _ = query.shape
     longest = decoded_lens(query, cache, batch, batch_invariant)
     all_decoded = batch.max_query_len is not None and batch.max_query_len <= longest
-    if cache.quantized and not all_decoded:
+    if not all_decoded and not prefill_takes(query, cache, out_dtype):
         group = num_heads // cache.num_kv_heads
         most_rows = most_decoded_rows(cache)
         chunk = 1 if batch_invariant else next(n for n in (MOST_DECODED, 4, 2, 1) if n * group <= most_rows)

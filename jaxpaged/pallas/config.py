@@ -1,6 +1,6 @@
 """The kernels' shapes: the tiles that were found best for a GPU, and as much of them as shared memory has room for."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
@@ -23,6 +23,8 @@ SMEM_BYTES_OF_TWO = 115_712
 ALIGNMENT = 1024
 """Bytes; where a buffer of shared memory may begin."""
 _BARRIER_BYTES = 512
+_REGISTERS_OF_FOUR = (208, 32, 64)
+"""Of a thread of prefill that computes, loads and widens: 65,536 are shared out among 128 threads each."""
 _MANY = 2**30
 
 
@@ -133,21 +135,27 @@ def prefill_config(
     most_parts = 1
     if not batch_invariant and (num_tokens // tokens + batch.num_reqs) * heads < gpu.num_sms:  # perhaps some lie idle
         most_parts = min(tiles.most_parts, -(-gpu.num_sms // heads))
-    step, (q_stages, o_slots, stages) = _prefill_memory(query, cache, out_dtype, tiles.step)
+    memory = _prefill_memory(query.dtype, cache, out_dtype, tiles.step)
+    if memory is None:
+        raise ValueError(f"head sizes {cache.head_size} and {cache.v_head_size} don't fit in shared memory")
+    step = memory.step
     return PrefillShape(
         layout=cache.layout,
         dims=cache.dims,
         dtype=query.dtype,
+        cache_dtype=cache.dtype,
+        buffer_dtype=cache.key.dtype,
         out_dtype=out_dtype,
         num_tokens=num_tokens,
         group=group,
         tiling=PrefillTiling(tokens, packed, step, gpu.num_sms, most_parts, tiles.l2_bytes),
-        stages=min(tiles.most_stages, stages),
-        q_stages=q_stages,
-        o_slots=o_slots,
+        stages=min(tiles.most_stages, memory.stages),
+        q_stages=memory.q_stages,
+        narrow_stages=memory.narrow_stages,
+        o_slots=memory.o_slots,
         # A third loop costs registers, which options of the scores need, too.
         half_steps=step == 128 and not packed and not changes_scores(options) and options.mask_mod is None,
-        registers=tiles.registers,
+        registers=_REGISTERS_OF_FOUR if cache.quantized else tiles.registers,
         windowed=options.window[0] is not None or most_parts > 1,
         return_lse=return_lse or most_parts > 1,
         in_parts=most_parts > 1,
@@ -164,15 +172,34 @@ def packed_tokens(group: int) -> int:
     return 1 << ((TILE_ROWS // group).bit_length() - 1)
 
 
-def _prefill_memory(query: Any, cache: KVCache, out_dtype: Any, step: int) -> tuple[int, tuple[int, int, int]]:
-    """The step, and slots for queries, for chunks of a warpgroup's output, and of the ring: what fits, best first."""
-    room = SMEM_BYTES - 1024
+class _PrefillMemory(NamedTuple):
+    """Slots for queries, for chunks of a warpgroup's output, and of the rings."""
+
+    step: int
+    q_stages: int
+    o_slots: int
+    stages: int
+    narrow_stages: int
+
+
+def prefill_fits(query_dtype: Any, cache: KVCache, out_dtype: Any) -> bool:
+    """Whether prefill has the shared memory that it needs at least."""
+    return _prefill_memory(query_dtype, cache, out_dtype, LEAST_TILE) is not None
+
+
+def _prefill_memory(query_dtype: Any, cache: KVCache, out_dtype: Any, step: int) -> _PrefillMemory | None:
+    """What fits, best first; None if nothing does."""
+    room, itemsize = SMEM_BYTES - ALIGNMENT, query_dtype.itemsize
     k_size, v_size = _padded_sizes(cache)
     all_chunks = v_size * out_dtype.itemsize // 128
+    narrow = k_size + v_size if cache.quantized else 0  # bytes of a position
     for smaller in (step, LEAST_TILE):
-        per_stage = smaller * (k_size + v_size) * query.dtype.itemsize
+        least = smaller * (2 * (k_size + v_size) * itemsize + narrow)
         for q_stages, o_slots in ((2, all_chunks), (2, 2), (1, all_chunks), (1, 2), (1, 1)):
-            left = room - TILE_ROWS * (q_stages * k_size * query.dtype.itemsize + o_slots * 128)
-            if o_slots <= all_chunks and left >= 2 * per_stage:
-                return smaller, (q_stages, o_slots, left // per_stage)
-    raise ValueError(f"head sizes {k_size} and {v_size} don't fit in shared memory")
+            left = room - TILE_ROWS * (q_stages * k_size * itemsize + o_slots * 128)
+            if o_slots > all_chunks or left < least:
+                continue
+            if narrow:
+                return _PrefillMemory(smaller, q_stages, o_slots, 2, min(2, 1 + (left - least) // (smaller * narrow)))
+            return _PrefillMemory(smaller, q_stages, o_slots, left // (least // 2), 0)
+    return None

@@ -3,12 +3,13 @@
 Persistent CTAs walk through the items of a plan: 128 rows of queries, the tokens of one query head or fewer tokens of
 all heads of a kv head. Two warpgroups compute 64 rows each and take turns on the tensor cores, one multiplying while
 the other does its softmax (FlashAttention-3, Shah et al., 2024); a third brings queries, keys and values by TMA, each
-from a warp of its own, and runs ahead into the next item.
+from a warp of its own, and runs ahead into the next item. For 8-bit caches a fourth stands between it and the others,
+and widens what comes (`prefill_widen.py`).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.metadata.batch import PagedBatch
-from jaxpaged.metadata.kv_cache import KVCache
+from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES, KVCache
 from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas import prefill_plan as field
 from jaxpaged.pallas.fragments import BY_ROW
@@ -37,7 +38,9 @@ from jaxpaged.pallas.paged_tiles import (
     tile_at,
     two_views,
 )
-from jaxpaged.pallas.prefill_plan import MOST_REQUESTS, PrefillPlan, PrefillTiling
+from jaxpaged.pallas.prefill_items import Item, Visit, for_each_item, kv_head
+from jaxpaged.pallas.prefill_plan import PrefillPlan, PrefillTiling
+from jaxpaged.pallas.prefill_widen import positive_scale, scale_of_item, scale_operands, scratch, widen
 from jaxpaged.pallas.ranges import Loop, leading_loops
 from jaxpaged.pallas.scores import TilePlace, kept, log2_scores, normalized, with_sink
 from jaxpaged.reference.attention import AttentionOptions, attended_range
@@ -51,11 +54,14 @@ class PrefillShape:
     """What a prefill kernel is compiled for.
 
     Attributes:
+      dtype: of the queries, and of the products.
+      cache_dtype, buffer_dtype: of the numbers in the cache, and of the buffers that hold them.
       group: query heads a kv head.
       stages, q_stages: slots of the ring of keys and values, and of queries.
+      narrow_stages: slots of the ring of 8-bit keys and values.
       o_slots: chunks of a warpgroup's output that leave shared memory together.
       half_steps: whether the last step is a half where a warpgroup's rows need no more.
-      registers: of a thread that computes, and of one that loads.
+      registers: of a thread that computes, of one that loads, and of one that widens if there are such.
       windowed: whether an item may begin past its request's first step, for a window or for a part.
       in_parts: whether results go to a workspace, in float32, since tiles are split among CTAs.
     """
@@ -63,21 +69,32 @@ class PrefillShape:
     layout: KVLayout
     dims: CacheDims
     dtype: Any
+    cache_dtype: Any
+    buffer_dtype: Any
     out_dtype: Any
     num_tokens: int
     group: int
     tiling: PrefillTiling
     stages: int
     q_stages: int
+    narrow_stages: int
     o_slots: int
     half_steps: bool
-    registers: tuple[int, int]
+    registers: tuple[int, ...]
     windowed: bool
     return_lse: bool
     in_parts: bool
 
     def tiles(self, which: Any) -> PagedTiles:
         return PagedTiles(which, self.layout, self.dims, self.dtype, self.tiling.step, self.stages)
+
+    def narrow_tiles(self, which: Any) -> PagedTiles:
+        """Tiles of 8-bit numbers, as they come."""
+        return PagedTiles(which, self.layout, self.dims, self.buffer_dtype, self.tiling.step, self.narrow_stages)
+
+    @property
+    def quantized(self) -> bool:
+        return self.cache_dtype in QUANTIZED_DTYPES
 
     @property
     def padded_v_size(self) -> int:
@@ -125,6 +142,8 @@ class Operands(NamedTuple):
     query: Any = None
     key: Any = None
     value: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
     slopes: Any = None
     sinks: Any = None
     out: Any = None
@@ -146,29 +165,13 @@ class Memory(NamedTuple):
     k_empty: Any = None
     v_full: Any = None
     v_empty: Any = None
+    narrow_k: Any = None
+    narrow_v: Any = None
+    narrow_k_full: Any = None
+    narrow_k_empty: Any = None
+    narrow_v_full: Any = None
+    narrow_v_empty: Any = None
     turns: Any = None
-
-
-class Item(NamedTuple):
-    """One item of the plan; what a warp has no use for it does not read, and it takes no registers."""
-
-    first_row: Any
-    rows: Any
-    first_pos: Any
-    request: Any
-    kv_len: Any
-    head: Any
-    first_step: Any
-    steps: Any
-
-    @property
-    def damaged(self) -> Any:
-        """Whether a block of the request is out of range."""
-        return self.request < 0
-
-    @property
-    def table_row(self) -> Any:
-        return self.request & MOST_REQUESTS
 
 
 class Softmax(NamedTuple):
@@ -207,7 +210,17 @@ def prefill(
     slopes = None if slopes is None else slopes.reshape(-1, slopes.shape[-1])
     sinks = None if shape.in_parts else sinks  # they take part once, in the merged state
     given = Operands(
-        plan.work, plan.counts, plan.kept_steps, batch.block_table, query, cache.key, cache.value, slopes, sinks, out
+        plan.work,
+        plan.counts,
+        plan.kept_steps,
+        batch.block_table,
+        query,
+        cache.key,
+        cache.value,
+        **(scale_operands(cache) if shape.quantized else {}),
+        slopes=slopes,
+        sinks=sinks,
+        out=out,
     )
     out_type = {}
     if shape.return_lse:
@@ -221,7 +234,7 @@ def prefill(
         out_type=[*out_type.values(), *reserve],
         grid=(shape.tiling.num_ctas,),
         grid_names=("cta",),
-        num_threads=3,
+        num_threads=4 if shape.quantized else 3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         interpret=interpret,
@@ -234,7 +247,7 @@ def prefill(
 def _allocate(
     shape: PrefillShape, options: AttentionOptions, interpret: Interpreter | None, names: Sequence[str], *refs: Any
 ) -> None:
-    """Allocate shared memory and barriers, and start the three warpgroups."""
+    """Allocate shared memory and barriers, and start the warpgroups."""
     operands = Operands(**dict(zip(names, refs, strict=False)))  # what is reserved comes last
     keys, values = shape.tiles("key"), shape.tiles("value")
 
@@ -250,11 +263,16 @@ def _allocate(
         wg = lax.axis_index("wg")
         pl.when(wg < 2)(lambda: _compute(shape, options, operands, memory, interpret))
         pl.when(wg == 2)(lambda: _load(shape, operands, memory, interpret))
+        if shape.quantized:
+            pl.when(wg == 3)(lambda: widen(shape, operands, memory, interpret))
 
     # A copy fills a slot of heads of one chunk.
     q_copies = keys.chunks * sum(len(shape.head_slots(wg)) for wg in range(2))
     barriers = functools.partial(plgpu.Barrier, num_arrivals=2)
-    lse = {"lse": [plgpu.SMEM((WG_ROWS,), jnp.float32)] * 2} if shape.return_lse else {}
+    optional: dict[str, Any] = {"lse": [plgpu.SMEM((WG_ROWS,), jnp.float32)] * 2} if shape.return_lse else {}
+    widened = plgpu.Barrier(num_barriers=shape.stages)
+    if shape.quantized:
+        optional |= scratch(shape, interpret)
     pl.run_scoped(
         run,
         q=two_views((shape.q_stages * 2 * keys.chunks, WG_ROWS, CHUNK), shape.dtype, interpret),
@@ -263,56 +281,14 @@ def _allocate(
         v=values.smem(interpret),
         q_full=plgpu.Barrier(num_arrivals=q_copies, num_barriers=shape.q_stages),
         q_empty=barriers(num_barriers=shape.q_stages),
-        k_full=keys.barrier(),
+        k_full=widened if shape.quantized else keys.barrier(),
         k_empty=barriers(num_barriers=shape.stages),
-        v_full=values.barrier(),
+        v_full=widened if shape.quantized else values.barrier(),
         v_empty=barriers(num_barriers=shape.stages),
         turns=barriers(),
-        **lse,
+        **optional,
         collective_axes="wg",
     )
-
-
-class Visit(NamedTuple):
-    """An item on the way of a CTA through its list.
-
-    Attributes:
-      index: of the item in the list.
-      queries, steps: items with steps before it, and steps.
-    """
-
-    item: Item
-    index: Any
-    queries: Any
-    steps: Any
-
-
-def _read_item(shape: PrefillShape, operands: Operands, index: Any) -> Item:
-    cta = lax.axis_index("cta")
-    known = jnp.maximum(jnp.minimum(index, operands.counts[cta] - 1), 0)
-    item = Item(*(operands.work[cta, known, f] for f in range(len(Item._fields))))
-    begins_anywhere = shape.windowed or operands.kept_steps is not None
-    return item if begins_anywhere else item._replace(first_step=jnp.int32(0))
-
-
-def _for_each_item(shape: PrefillShape, operands: Operands, body: Callable[[Visit], None]) -> tuple[Any, Any]:
-    """Call `body` for each item of this CTA.
-
-    An item's fields are read while the one before is worked on. Items without steps need no queries and take no turn:
-    if they did, one warpgroup could wait in them for queries that the other, waiting for its turn, has yet to let go.
-
-    Returns:
-      The numbers of items with steps, and of steps.
-    """
-
-    def visit(index: Any, carry: tuple[Any, Any, Item]) -> tuple[Any, Any, Item]:
-        queries, steps, item = carry
-        following = _read_item(shape, operands, index + 1)
-        body(Visit(item, index, queries, steps))
-        return queries + jnp.where(item.steps > 0, 1, 0), steps + item.steps, following
-
-    first = (jnp.int32(0), jnp.int32(0), _read_item(shape, operands, jnp.int32(0)))
-    return lax.fori_loop(0, operands.counts[lax.axis_index("cta")], visit, first)[:2]
 
 
 # The warpgroup that loads.
@@ -321,24 +297,29 @@ def _for_each_item(shape: PrefillShape, operands: Operands, body: Callable[[Visi
 def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: Interpreter | None) -> None:
     plgpu.set_max_registers(shape.registers[1], action="decrease")
     value = operands.key if operands.value is None else operands.value
-    keys = Stream(shape.tiles("key"), operands.key, memory.k, memory.k_full, memory.k_empty)
-    values = Stream(shape.tiles("value"), value, memory.v, memory.v_full, memory.v_empty)
+    if shape.quantized:
+        k_ring, v_ring = shape.narrow_tiles("key"), shape.narrow_tiles("value")
+        keys = Stream(k_ring, operands.key, memory.narrow_k, memory.narrow_k_full, memory.narrow_k_empty)
+        values = Stream(v_ring, value, memory.narrow_v, memory.narrow_v_full, memory.narrow_v_empty)
+    else:
+        keys = Stream(shape.tiles("key"), operands.key, memory.k, memory.k_full, memory.k_empty)
+        values = Stream(shape.tiles("value"), value, memory.v, memory.v_full, memory.v_empty)
 
     def load(*streams: Stream) -> None:
-        _for_each_item(shape, operands, lambda visit: _load_tiles(shape, operands, streams, visit))
+        for_each_item(shape, operands, lambda visit: _load_tiles(shape, operands, streams, visit))
 
     def load_queries() -> None:
-        _for_each_item(shape, operands, lambda visit: _load_queries(shape, operands, memory, visit))
+        for_each_item(shape, operands, lambda visit: _load_queries(shape, operands, memory, visit))
 
     def load_in_turn() -> None:
         def load_item(visit: Visit) -> None:
             _load_queries(shape, operands, memory, visit)
             _load_tiles(shape, operands, (keys, values), visit)
 
-        loaded, steps = _for_each_item(shape, operands, load_item)
+        loaded, steps = for_each_item(shape, operands, load_item)
         drain(memory.q_empty, loaded, shape.q_stages)
-        drain(memory.k_empty, steps, shape.stages)
-        drain(memory.v_empty, steps, shape.stages)
+        for stream in (keys, values):
+            drain(stream.empty, steps, stream.tiles.stages)
 
     if interpret is not None:  # it runs warps one after the other
         load_in_turn()
@@ -349,8 +330,7 @@ def _load(shape: PrefillShape, operands: Operands, memory: Memory, interpret: In
 def _load_tiles(shape: PrefillShape, operands: Operands, streams: Sequence[Stream], visit: Visit) -> None:
     """Bring an item's keys, values or both, when there is room in the ring."""
     item = visit.item
-    head = item.head if shape.tiling.packed else lax.div(item.head, jnp.int32(shape.group))
-    span = Span(item.table_row, item.kv_len, head, item.first_step, item.steps, operands.kept_steps)
+    span = Span(item.table_row, item.kv_len, kv_head(shape, item), item.first_step, item.steps, operands.kept_steps)
     load_tiles(streams, operands.table, span, visit.steps)
 
 
@@ -395,14 +375,16 @@ def _compute(
         pl.when(item.steps > 0)(lambda: plgpu.barrier_wait(memory.k_full.at[slot]))
         # Mosaic asks the hardware for the warpgroup's number wherever it is used: in a step, that delays the products.
         q_first = (q_slot * 2 + wg) * shape.tiles("key").chunks
-        step = functools.partial(_step, shape, options, operands, memory, interpret, item, q_slot, q_first)
+        k_scale = None if operands.k_scale is None else positive_scale(scale_of_item(shape, operands.k_scale, item))
+        given = (item, q_slot, q_first, k_scale)
+        step = functools.partial(_step, shape, options, operands, memory, interpret, *given)
         carry = (_empty_state(shape), slot)
         for first, end, how in _loops(shape, options, item):
             carry = lax.fori_loop(first, end, functools.partial(step, **how), carry)
         state, _ = carry
         _store(shape, operands, memory, item, visit.index, state)
 
-    _for_each_item(shape, operands, attend)
+    for_each_item(shape, operands, attend)
     pl.when(wg == 0)(take_turn)
     plgpu.wait_smem_to_gmem(0)
 
@@ -458,6 +440,7 @@ def _step(
     item: Item,
     q_slot: Any,
     q_first: Any,
+    k_scale: Any,
     i: Any,
     before: tuple[Softmax, Any],
     *,
@@ -468,6 +451,7 @@ def _step(
 
     Args:
       q_slot, q_first: the item's queries, and the first chunk of those of this warpgroup.
+      k_scale: what products are multiplied by, above 0; None for 1.
       before: what the steps before left, and this step's place in the ring.
     """
     state, slot = before
@@ -493,7 +477,7 @@ def _step(
 
     first_pos = tile() * shape.tiling.step
     place = _place(shape, operands, item, first_pos, size)
-    s, factor = log2_scores(s, options, place)
+    s, factor = log2_scores(s, options, place, k_scale)
     if masked:
         s = jnp.where(kept(options, place, item.kv_len), s, -jnp.inf)
     if checked:
@@ -613,6 +597,8 @@ def _store(
     if operands.sinks is not None:
         sinks = sinks_of_rows(shape, operands.sinks, item.head, lax.axis_index("wg"))
         weight = with_sink(weight, lse, sinks)
+    if operands.v_scale is not None:
+        weight = weight * scale_of_item(shape, operands.v_scale, item)
     out = [a * lax.broadcast_in_dim(weight, a.shape, [0]) for a in state.acc]
     if shape.in_parts:
         _store_part(shape, operands, item, k, out, lse)

@@ -45,14 +45,18 @@ def changes_scores(options: AttentionOptions) -> bool:
     return options.soft_cap is not None or options.score_mod is not None or options.alibi_slopes is not None
 
 
-def log2_scores(s: Any, options: AttentionOptions, place: TilePlace) -> tuple[Any, float]:
+def log2_scores(s: Any, options: AttentionOptions, place: TilePlace, k_scale: Any = None) -> tuple[Any, Any]:
     """Products of q and k after soft cap, `score_mod` and ALiBi, and the factor that makes them scores in log 2.
 
     The factor is left to the exponential's argument, where a multiplication costs nothing.
+
+    Args:
+      k_scale: a scalar, above 0, that products are multiplied by besides; None for 1.
     """
+    scale: Any = options.scale if k_scale is None else k_scale * options.scale
     if options.scale > 0 and not changes_scores(options):
-        return s, options.scale * LOG2E
-    s = s * options.scale
+        return s, scale * LOG2E
+    s = s * scale
     if options.soft_cap is not None:
         s = _soft_cap(s, options.soft_cap)
     if options.score_mod is not None:
