@@ -177,8 +177,7 @@ class FlashAttentionImpl:
           [num_tokens, num_heads * head_size].
 
         Raises:
-          NotImplementedError: on a GPU, what the kernels don't take, block-sparse masks, and prompts that attend to an
-            8-bit cache.
+          NotImplementedError: on a GPU, what the kernels don't take, and block-sparse masks.
           TypeError, ValueError: an argument or the metadata don't fit, or `attn_type` is cross-attention, for which
             these metadata have no lengths; nothing has been written.
         """

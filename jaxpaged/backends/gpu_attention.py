@@ -13,7 +13,6 @@ from jaxpaged.backends.padded_calls import Options
 from jaxpaged.bridge import direct
 from jaxpaged.bridge.decode_shapes import ScoreOptions
 from jaxpaged.bridge.head_values import by_column_once, compact
-from jaxpaged.bridge.torch_cache import QUANTIZED_DTYPES
 
 State = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -90,13 +89,7 @@ def _planned(
     """The plan of decode and its number of new tokens a request, or None and the plan of prefill."""
     length = plan.decoded_len(q, k_cache, v_cache, scales)
     if length is None:
-        if k_cache.dtype in QUANTIZED_DTYPES:
-            most = plan.most_decoded(q, k_cache, v_cache, scales)
-            raise NotImplementedError(
-                f"max_seqlen_q: on a GPU, 8-bit caches are attended to by decode alone, which takes up to {most} new "
-                f"tokens a request with these heads, got {plan.max_seqlen_q}"
-            )
-        return None, plan.prefill(q, k_cache, v_cache, scores)
+        return None, plan.prefill(q, k_cache, v_cache, scales, scores)
     return length, plan.decode(q, k_cache, v_cache, scales, length, scores)
 
 
@@ -145,7 +138,7 @@ def _launch(
     if slopes is not None and slopes.ndim == 1:
         slopes = slopes.unsqueeze(0)
     given = (plan.query_start_loc, *planned, slopes, sinks, decode_slopes, decode_sinks, plan.batch_invariant)
-    direct.prefill(*tensors, plan.block_table, *given, *scores, out, lse)
+    direct.prefill(*tensors, plan.block_table, *given, *scores, out, *scales, lse)
 
 
 def given_plan(scheduler_metadata: Any) -> AttentionPlan | None:

@@ -64,13 +64,11 @@ class AttentionPlan:
         """The plan of decode for layers like this one."""
         return self._plan("plan_decode", (q, k, v), (length, self.batch_invariant, *scores), scales)
 
-    def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions) -> Any:
+    def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales, scores: ScoreOptions) -> Any:
         """The plan of prefill, and of decode beside it, for layers like this one."""
-        return self._plan("plan_prefill", (q, k, v), (self.batch_invariant, *scores))
+        return self._plan("plan_prefill", (q, k, v), (self.batch_invariant, *scores), scales)
 
-    def _plan(
-        self, operator: str, tensors: tuple[torch.Tensor, ...], how: tuple[Any, ...], scales: tuple[Any, ...] = ()
-    ) -> Any:
+    def _plan(self, operator: str, tensors: tuple[torch.Tensor, ...], how: tuple[Any, ...], scales: Scales) -> Any:
         q, k, v = tensors
         # How a query is strided makes no difference to a plan.
         name = (operator, q.shape, q.dtype, k.shape, k.stride(), v.shape, v.stride(), k.dtype, *how, *_shapes(scales))

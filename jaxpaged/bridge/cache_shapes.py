@@ -147,6 +147,13 @@ def places_of(cache: KVCache, *, key: int = 0, value: int = 1, k_scale: int = 2,
     return tuple(place for x, place in arrays if x is not None)
 
 
+def scale_names(k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> tuple[Any, ...]:
+    """All that kernels are chosen by, of a cache's scales."""
+    if k_scale is v_scale is None:
+        return ()
+    return tuple(None if x is None else tensor_names([x]) for x in (k_scale, v_scale))
+
+
 def tensor_names(tensors: Iterable[torch.Tensor]) -> tuple[Any, ...]:
     """All that kernels are chosen by, of each tensor."""
     return tuple((x.shape, x.stride(), x.dtype, x.device) for x in tensors)

@@ -137,10 +137,18 @@ def plan_prefill_on_cpu(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     batch_invariant: bool,
-    *scores: Any,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    soft_cap: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `prefill_plan_calls.plan_prefill_on_gpu`; the plan is the batch's lengths, and the workspace empty."""
-    prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, ScoreOptions(*scores))
+    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
+    how: tuple[Any, ...] = (batch_invariant, scores, k_scale, v_scale)
+    prefill_shapes(query, key_cache, value_cache, block_table, *how)
     plan = torch.cat([seq_lens.detach(), query_start_loc.detach()]).int()
     return plan, torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -164,14 +172,17 @@ def prefill_on_cpu(
     window_right: int,
     soft_cap: float,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """See `prefill_calls.prefill_on_gpu`."""
     scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-    found = prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, scores)
+    how: tuple[Any, ...] = (batch_invariant, scores, k_scale, v_scale)
+    found = prefill_shapes(query, key_cache, value_cache, block_table, *how)
     num_reqs = block_table.shape[0]
     batch = (block_table, plan[:num_reqs], plan[num_reqs:], None)
-    cache = (key_cache, value_cache, None, None)
+    cache = (key_cache, value_cache, k_scale, v_scale)
     by_head = (slopes, None if sinks is None else sinks[None])
     _attend(query, cache, batch, found.options, *by_head, batch_invariant, out, lse)
 

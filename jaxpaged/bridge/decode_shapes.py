@@ -70,7 +70,7 @@ def decode_shapes(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> DecodeShapes:
-    cache = checked_cache(query, key_cache, value_cache, block_table, k_scale, v_scale, eight_bits=True)
+    cache = checked_cache(query, key_cache, value_cache, block_table, k_scale, v_scale)
     num_reqs, columns = map(int, block_table.shape)  # torch.compile has numbers of its own
     num_tokens, num_heads, _ = map(int, query.shape)
     options = scores.options()
@@ -100,14 +100,8 @@ def checked_cache(
     block_table: torch.Tensor,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    *,
-    eight_bits: bool = False,
 ) -> CacheShapes:
-    """The cache of a layer, checked together with its queries and the block table.
-
-    Args:
-      eight_bits: whether the caller takes 8-bit caches.
-    """
+    """The cache of a layer, checked together with its queries and the block table."""
     found = cache_shapes(key_cache, value_cache, k_scale, v_scale)
     cache = found.cache
     check_shape("query", query.shape, ("num_tokens", "num_heads", cache.head_size))
@@ -117,8 +111,6 @@ def checked_cache(
         raise TypeError(f"block_table: expected torch.int32, got {block_table.dtype}")
     if block_table.stride(1) != 1 or block_table.stride(0) < block_table.shape[1]:
         raise ValueError(f"block_table: expected rows of blocks side by side, got strides {block_table.stride()}")
-    if cache.quantized and not eight_bits:
-        raise NotImplementedError(f"key_cache: expected the query's dtype, {query.dtype}, got {cache.dtype.name}")
     if query.shape[1] % cache.num_kv_heads or not query.shape[1]:
         raise ValueError(f"query: expected a multiple of {cache.num_kv_heads} kv heads, got {query.shape[1]} heads")
     return found

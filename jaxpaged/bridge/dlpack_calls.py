@@ -158,11 +158,19 @@ def plan_prefill_by_dlpack(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     batch_invariant: bool,
-    *scores: Any,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    soft_cap: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `prefill_plan_calls.plan_prefill_on_gpu`; lengths and starts come first in the plan, and no more is in it."""
     _check_batch(key_cache, block_table, seq_lens, query_start_loc)
-    found = prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, ScoreOptions(*scores))
+    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
+    how: Any = (batch_invariant, scores, k_scale, v_scale)
+    found = prefill_shapes(query, key_cache, value_cache, block_table, *how)
     numbers, workspace = 2 * block_table.shape[0] + 1, 0
     if query.device.type == "cuda":  # as large as the operator's fake says
         numbers = max(numbers, plan_numbers(found.fields()))
@@ -191,16 +199,20 @@ def prefill_by_dlpack(
     window_right: int,
     soft_cap: float,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """See `prefill_calls.prefill_on_gpu`."""
     scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-    prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, scores)  # checks them
+    how: Any = (batch_invariant, scores, k_scale, v_scale)
+    prefill_shapes(query, key_cache, value_cache, block_table, *how)  # checks them
     num_reqs = block_table.shape[0]
     batch = (plan[:num_reqs], plan[num_reqs : 2 * num_reqs + 1])
     by_head = [slopes, None if sinks is None else sinks[None]]
     attend = _Attention.of(scores, None, batch_invariant, block_table)
-    attend.write(tensor_cache(key_cache, value_cache), query, block_table, batch, by_head, out, lse)
+    cache = tensor_cache(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale)
+    attend.write(cache, query, block_table, batch, by_head, out, lse)
 
 
 def _check_batch(

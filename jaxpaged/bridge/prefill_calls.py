@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from jaxpaged.bridge import kernel_functions
-from jaxpaged.bridge.cache_shapes import check_one_device, places_of, refuse_addresses
+from jaxpaged.bridge.cache_shapes import check_one_device, places_of, refuse_addresses, scale_names
 from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_arguments
 from jaxpaged.bridge.dlpack import refuse_grad
 from jaxpaged.bridge.launch import ALIGNMENT, program
@@ -53,7 +53,9 @@ def prefill_on_gpu(
     window_right: int,
     soft_cap: float,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Attention of a layer by the plan of its step, to `out` [num_tokens, num_heads, v_head_size] of the query's dtype.
 
@@ -62,14 +64,22 @@ def prefill_on_gpu(
 
     Args:
       query: [num_tokens, num_heads, head_size] bfloat16 or float16; tokens may be a multiple of `head_size` apart.
-      key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size] in the query's dtype.
+      key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size] of the query's dtype, float8_e4m3fn,
+        float8_e5m2 or int8; an engine's uint8 is to be viewed as what it holds.
       block_table, query_start_loc: as for the plan.
       plan, workspace: the plan.
       slopes: [1 or num_reqs, num_heads] float32, or None.
       sinks: [num_heads] float32, or None.
       decode_slopes, decode_sinks: the same by `decode_calls.by_column` for one new token.
+      k_scale, v_scale: what 8-bit numbers are multiplied by, float32, of one element or [num_kv_heads]; None for 1, but
+        int8 needs both.
       lse: [num_heads, num_tokens] float32, written by PyTorch; None where it isn't needed.
       others: as for the plan.
+
+    Raises:
+      TypeError, ValueError: an argument doesn't fit; nothing has been written.
+      NotImplementedError: the kernels don't take such a call; among others, scales per token and head, and 8-bit heads
+        for which shared memory has no room.
     """
     for name, x in (("query", query), ("slopes", slopes), ("sinks", sinks)):
         if x is not None and x.requires_grad:
@@ -84,13 +94,13 @@ def prefill_on_gpu(
         query.get_device(), key_cache.get_device(), value_cache.get_device(), block_table.get_device(),
         plan.get_device(), out.get_device(), batch_invariant, scale, causal, window_left, window_right, soft_cap,
         *(None if x is None else (x.shape[-1], x.shape[0] == 1, x.ndim) for x in (slopes, sinks, decode_slopes)),
-        decode_sinks is None, lse is None,
+        decode_sinks is None, lse is None, scale_names(k_scale, v_scale),
     )  # fmt: skip
     prefiller = _prefillers.get(key)
     by_head = (slopes, sinks, decode_slopes, decode_sinks)
     if prefiller is None:
         scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-        tensors = (rows, key_cache, value_cache, block_table, plan, workspace, *by_head, out)
+        tensors = (rows, key_cache, value_cache, block_table, plan, workspace, *by_head, out, k_scale, v_scale)
         prefiller = _prefillers[key] = _Prefiller(*tensors, batch_invariant, scores, return_lse=lse is not None)
     check_shape("out", out.shape, (num_tokens, *out.shape[1:]))
     prefiller.check_by_head(num_reqs, *by_head)
@@ -99,7 +109,7 @@ def prefill_on_gpu(
         prefiller.distance is not None and v_cache - k_cache != prefiller.distance
     ):
         refuse_addresses(prefiller.distance, query=q, key_cache=k_cache, value_cache=v_cache, out=o)
-    caches = (k_cache, v_cache, 0, 0)
+    caches = (k_cache, v_cache, *(0 if x is None else x.data_ptr() for x in (k_scale, v_scale)))
     tile_lse, row_lse = prefiller.launch(caches, (q, block_table.data_ptr()), plan, workspace, by_head, out)
     if lse is not None:
         check_shape("lse", lse.shape, (query.shape[1], num_tokens))
@@ -140,12 +150,15 @@ class _Prefiller:
         decode_slopes: torch.Tensor | None,
         decode_sinks: torch.Tensor | None,
         out: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
         batch_invariant: bool,
         scores: ScoreOptions,
         *,
         return_lse: bool,
     ):
-        self._found = found = prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, scores)
+        asked: Any = (batch_invariant, scores, k_scale, v_scale)
+        self._found = found = prefill_shapes(query, key_cache, value_cache, block_table, *asked)
         cache, self.distance = found.cache
         by_head = {"slopes": slopes, "sinks": sinks, "decode_slopes": decode_slopes, "decode_sinks": decode_sinks}
         check_one_device(key_cache, plan=plan, workspace=workspace, out=out, **by_head)
@@ -207,14 +220,18 @@ class _Prefiller:
 
     def launch(
         self,
-        caches: tuple[int, int, int, int],
+        caches: tuple[int, ...],
         query_and_table: tuple[int, int],
         plan: torch.Tensor,
         workspace: torch.Tensor,
         by_head: tuple[torch.Tensor | None, ...],
         out: torch.Tensor,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Launch the kernels; return the lses of tiles, and of the rows that decode takes by token, if asked for."""
+        """Launch the kernels; return the lses of tiles, and of the rows that decode takes by token, if asked for.
+
+        Args:
+          caches: addresses of keys, values and their scales; 0 for what there isn't.
+        """
         at = addresses_in(plan, self._fields)
         slopes, sinks, decode_slopes, decode_sinks = (0 if x is None else x.data_ptr() for x in by_head)
         memory, o = workspace.data_ptr(), out.data_ptr()

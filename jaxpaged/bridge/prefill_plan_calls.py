@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import torch
 
 from jaxpaged.bridge import kernel_functions
-from jaxpaged.bridge.cache_shapes import check_one_device, places_of
+from jaxpaged.bridge.cache_shapes import check_one_device, places_of, scale_names
 from jaxpaged.bridge.decode_shapes import ScoreOptions
 from jaxpaged.bridge.launch import program
 from jaxpaged.bridge.prefill_shapes import addresses_in, plan_numbers, prefill_shapes, prefill_workspace_bytes
@@ -30,7 +30,13 @@ def plan_prefill_on_gpu(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     batch_invariant: bool,
-    *scores: Any,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    soft_cap: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The plan of a step, for `prefill_on_gpu`: its numbers, and a workspace for all layers, one after the other.
 
@@ -38,23 +44,24 @@ def plan_prefill_on_gpu(
     device alone.
 
     Args:
-      query, key_cache, value_cache: those of a layer; their contents are not read.
+      query, key_cache, value_cache, k_scale, v_scale: those of a layer; their contents are not read.
       block_table: [num_reqs, max_blocks_per_req] int32.
       seq_lens: [num_reqs] int32.
       query_start_loc: [num_reqs + 1] int32; what it says of rows that `query` doesn't have counts for nothing.
-      scores: `ScoreOptions`.
+      scale, causal, window_left, window_right, soft_cap: see `ScoreOptions`.
     """
+    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
     num_reqs, num_tokens = block_table.shape[0], query.shape[0]
     name = (
         next_bucket(num_tokens), query.shape[1:], query.dtype, key_cache.shape, key_cache.stride(), key_cache.dtype,
         value_cache.shape, value_cache.stride(), value_cache.dtype, next_bucket(num_reqs), block_table.shape[1],
         block_table.stride(), block_table.dtype, query.get_device(), key_cache.get_device(), block_table.get_device(),
-        batch_invariant, *scores,
+        batch_invariant, *scores, scale_names(k_scale, v_scale),
     )  # fmt: skip
     planner = _planners.get(name)
     if planner is None:
         tensors = (query, key_cache, value_cache, block_table)
-        planner = _planners[name] = _Planner(*tensors, batch_invariant, ScoreOptions(*scores))
+        planner = _planners[name] = _Planner(*tensors, batch_invariant, scores, k_scale, v_scale)
     for kind, x, size in (("seq_lens", seq_lens, num_reqs), ("query_start_loc", query_start_loc, num_reqs + 1)):
         check_shape(kind, x.shape, (size,))
         check_one_device(key_cache, **{kind: x})
@@ -74,8 +81,11 @@ class _Planner:
         block_table: torch.Tensor,
         batch_invariant: bool,
         scores: ScoreOptions,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
     ):
-        self._found = found = prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, scores)
+        how: Any = (batch_invariant, scores, k_scale, v_scale)
+        self._found = found = prefill_shapes(query, key_cache, value_cache, block_table, *how)
         self._device, self._index = key_cache.device, key_cache.get_device()
         self._columns, self._stride = int(block_table.shape[1]), int(block_table.stride(0))
         self._cache = found.cache.cache

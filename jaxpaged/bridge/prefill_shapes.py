@@ -30,7 +30,7 @@ from jaxpaged.bridge.launch import gpu, lowered_calls, offsets_in_workspace
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.buckets import next_bucket
 from jaxpaged.pallas import decode_plan
-from jaxpaged.pallas.attention import decoded_lens
+from jaxpaged.pallas.attention import cache_refusal, decoded_lens
 from jaxpaged.pallas.decode_plan_kernel import DecodeCut
 from jaxpaged.pallas.plans import prefill_refusal
 from jaxpaged.pallas.prefill import PrefillShape
@@ -48,7 +48,7 @@ class PrefillShapes(NamedTuple):
 
     Attributes:
       rows, tokens: requests and tokens that programs have room for.
-      num_heads: of the query.
+      num_heads, query_dtype: of the query; the output has its dtype, too.
       decode: for requests of one new token, if another kernel takes them, which starts where prefill's last CTAs have
         ended.
       options: of the scores.
@@ -58,6 +58,7 @@ class PrefillShapes(NamedTuple):
     rows: int
     tokens: int
     num_heads: int
+    query_dtype: Any
     tiling: PrefillTiling
     decode: DecodeShapes | None
     options: AttentionOptions
@@ -113,6 +114,8 @@ def prefill_shapes(
     block_table: torch.Tensor,
     batch_invariant: bool,
     scores: ScoreOptions,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> PrefillShapes:
     """Checks the tensors of a call, too.
 
@@ -120,23 +123,25 @@ def prefill_shapes(
       TypeError, ValueError: they don't fit each other.
       NotImplementedError: the kernels don't take them.
     """
-    found = checked_cache(query, key_cache, value_cache, block_table)
+    found = checked_cache(query, key_cache, value_cache, block_table, k_scale, v_scale)
     cache, options = found.cache, scores.options()
     num_reqs, columns = map(int, block_table.shape)  # torch.compile has numbers of its own
     num_tokens, num_heads, _ = map(int, query.shape)
+    query_dtype = array_shape(query).dtype
     refuse_call(cache, query, num_reqs, columns, None, options)
+    _refuse(cache_refusal(query_dtype, cache, query_dtype))
     rows, tokens = next_bucket(num_reqs), next_bucket(num_tokens)
     table, lens, starts = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows, columns), (rows,), (rows + 1,)))
     batch = PagedBatch(table, lens, starts, None, None)
-    padded = jax.ShapeDtypeStruct((tokens, num_heads, cache.head_size), array_shape(query).dtype)
+    padded = jax.ShapeDtypeStruct((tokens, num_heads, cache.head_size), query_dtype)
     decode = None
     if decoded_lens(padded, cache, batch, batch_invariant):
-        decode = decode_shapes(query, key_cache, value_cache, block_table, 1, batch_invariant, scores)
+        decode = decode_shapes(query, key_cache, value_cache, block_table, 1, batch_invariant, scores, k_scale, v_scale)
         decode = decode._replace(shape=dataclasses.replace(decode.shape, overlaps=True))
     shape = kernel_functions.prefill_shape(
         cache,
         options,
-        query_dtype=padded.dtype,
+        query_dtype=query_dtype,
         num_tokens=tokens,
         num_heads=num_heads,
         num_reqs=rows,
@@ -144,12 +149,15 @@ def prefill_shapes(
         batch_invariant=batch_invariant,
         gpu=gpu(key_cache.device),
     )
-    result = PrefillShapes(found, rows, tokens, num_heads, shape.tiling, decode, options, batch_invariant)
+    result = PrefillShapes(found, rows, tokens, num_heads, query_dtype, shape.tiling, decode, options, batch_invariant)
     how = {"num_tokens": tokens, "num_heads": num_heads, "shortest": result.cut.shortest}
-    reason = prefill_refusal(cache, batch, options, shape.tiling, **how)
+    _refuse(prefill_refusal(cache, batch, options, shape.tiling, **how))
+    return result
+
+
+def _refuse(reason: str | None) -> None:
     if reason is not None:
         raise NotImplementedError(reason)
-    return result
 
 
 def prefill_shape(
@@ -161,7 +169,7 @@ def prefill_shape(
     return kernel_functions.prefill_shape(
         cache,
         options,
-        query_dtype=cache.dtype,
+        query_dtype=found.query_dtype,
         num_tokens=found.tokens,
         num_heads=found.num_heads,
         num_reqs=found.rows,
@@ -187,8 +195,8 @@ def prefill_arguments(
 ) -> tuple[Any, ...]:
     """Shapes of what `kernel_functions.prefill` takes."""
     cache = found.cache.cache
-    rows = jax.ShapeDtypeStruct((found.tokens, heads_apart(query), cache.head_size), cache.dtype)
-    out = jax.ShapeDtypeStruct((found.tokens, found.num_heads, cache.v_head_size), cache.dtype)
+    rows = jax.ShapeDtypeStruct((found.tokens, heads_apart(query), cache.head_size), found.query_dtype)
+    out = jax.ShapeDtypeStruct((found.tokens, found.num_heads, cache.v_head_size), found.query_dtype)
     table = jax.ShapeDtypeStruct((found.rows, int(block_table.stride(0))), jnp.int32)
     by_head = [None if x is None else array_shape(x) for x in (slopes, sinks)]
     if slopes is not None and slopes.shape[0] > 1:

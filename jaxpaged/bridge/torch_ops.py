@@ -64,12 +64,12 @@ _SCHEMAS = {
     ),
     "plan_prefill": (
         "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, "
-        f"Tensor query_start_loc, bool batch_invariant, {_SCORES}) -> (Tensor, Tensor)"
+        f"Tensor query_start_loc, bool batch_invariant, {_SCORES}, {_SCALES}) -> (Tensor, Tensor)"
     ),
     "prefill": (
         "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor query_start_loc, Tensor plan, "
         "Tensor(a!) workspace, Tensor? slopes, Tensor? sinks, Tensor? decode_slopes, Tensor? decode_sinks, "
-        f"bool batch_invariant, {_SCORES}, Tensor(b!) out, Tensor(c!)? lse) -> ()"
+        f"bool batch_invariant, {_SCORES}, Tensor(b!) out, {_SCALES}, Tensor(c!)? lse=None) -> ()"
     ),
 }
 _ON_GPU: dict[str, Callable[..., Any]] = {
@@ -146,24 +146,41 @@ def _fake_plan(
     k_scale: Any = None,
     v_scale: Any = None,
 ) -> Any:
-    # How caches are strided makes no difference to a plan, and can't be read off tensors that have no memory.
-    tensors = (key_cache, value_cache, k_scale, v_scale)
-    unstrided: list[Any] = [None if x is None else x.new_empty([int(n) for n in x.shape]) for x in tensors]
     scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-    key, value, *scales = unstrided
+    key, value, *scales = _unstrided(key_cache, value_cache, k_scale, v_scale)
     how = (max_query_len, batch_invariant, scores, *scales)
     requests, shares, workspace = plan_sizes(query, key, value, block_table, *how)
     integers = (block_table.new_empty(size, dtype=torch.int32) for size in (requests, shares))
     return *integers, block_table.new_empty(workspace, dtype=torch.uint8)
 
 
-def _fake_prefill_plan(query: Any, key_cache: Any, value_cache: Any, block_table: Any, *others: Any) -> Any:
+def _unstrided(*tensors: Any) -> list[Any]:
+    """How caches are strided makes no difference to a plan, and can't be read off tensors that have no memory."""
+    return [None if x is None else x.new_empty([int(n) for n in x.shape]) for x in tensors]
+
+
+def _fake_prefill_plan(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    batch_invariant: bool,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    soft_cap: float,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> Any:
     if block_table.device.type == "cpu":
         numbers, workspace = 2 * block_table.shape[0] + 1, 0
     else:
-        key_cache, value_cache = (x.new_empty([int(n) for n in x.shape]) for x in (key_cache, value_cache))
-        _, _, batch_invariant, *scores = others
-        found = prefill_shapes(query, key_cache, value_cache, block_table, batch_invariant, ScoreOptions(*scores))
+        scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
+        key, value, *scales = _unstrided(key_cache, value_cache, k_scale, v_scale)
+        found = prefill_shapes(query, key, value, block_table, batch_invariant, scores, *scales)
         numbers, workspace = plan_numbers(found.fields()), prefill_workspace_bytes(found, block_table, query)
     return block_table.new_empty(numbers, dtype=torch.int32), block_table.new_empty(workspace, dtype=torch.uint8)
 

@@ -74,7 +74,24 @@ def refusal(query: Any, cache: KVCache, batch: PagedBatch, options: AttentionOpt
 
 def prefill_takes(query: Any, cache: KVCache, out_dtype: Any) -> bool:
     """Whether prefill takes the cache; decode takes long queries in chunks otherwise."""
-    return not cache.quantized or (not has_row_scales(cache) and prefill_fits(query.dtype, cache, out_dtype))
+    return cache_refusal(query.dtype, cache, out_dtype) is None
+
+
+def cache_refusal(query_dtype: Any, cache: KVCache, out_dtype: Any) -> str | None:
+    """Why prefill can't take a cache that the kernels take, or None."""
+    if not cache.quantized:
+        return None
+    if has_row_scales(cache):
+        return (
+            "k_scale, v_scale: scales per token and head are taken by decode alone, in batches known to have few new "
+            "tokens a request; prefill takes scales per tensor or kv head"
+        )
+    if not prefill_fits(query_dtype, cache, out_dtype):
+        return (
+            f"head_size: prefill has no room in shared memory for 8-bit heads of {cache.head_size} and "
+            f"{cache.v_head_size}, which decode alone takes, in batches known to have few new tokens a request"
+        )
+    return None
 
 
 def _quantized_refusal(

@@ -234,8 +234,10 @@ def on_gpu_refuses(case: Case, longest_known: bool = False) -> str | None:
     if reason is not None:
         return reason
     if case.cache_dtype in QUANTIZED:
-        if not longest_known or max(case.query_lens, default=0) > _most_decoded(case):
-            return "on a GPU the functions take 8-bit caches where decode is known to take all requests"
+        decoded = longest_known and max(case.query_lens, default=0) <= _most_decoded(case)
+        reason = None if decoded else _prefill_refuses(case)
+        if reason is not None:
+            return reason
     elif case.cache_dtype not in (None, case.dtype):
         return "on a GPU the functions take caches of 8 bits or of the query's dtype"
     options = build(case).options
@@ -248,6 +250,14 @@ def _most_decoded(case: Case) -> int:
     from jaxpaged.pallas.attention import most_decoded_lens
 
     return most_decoded_lens(_cache(build(case), as_bits=False), case.num_heads)
+
+
+def _prefill_refuses(case: Case) -> str | None:
+    from jaxpaged.pallas.attention import cache_refusal
+
+    inputs = build(case)
+    query_dtype = jnp.asarray(inputs.query).dtype
+    return cache_refusal(query_dtype, _cache(inputs, as_bits=False), query_dtype)
 
 
 def _shapes_refused(case: Case) -> str | None:

@@ -127,7 +127,7 @@ def test_prefills(name: str) -> None:
     ):
         made = plan(query, key, value, table, lens, starts, False, *scores)
         out, lse = torch.full_like(query, torch.nan), torch.full((8, len(query)), torch.nan)
-        prefill(query, key, value, table, starts, *made, *by_head, False, *scores, out, lse)
+        prefill(query, key, value, table, starts, *made, *by_head, False, *scores, out, None, None, lse)
         found.append((out, lse))
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True)) and found[0][0].any()
 
@@ -146,6 +146,29 @@ def test_8_bit_decodes(name: str) -> None:
         made = plan(query, *kv, table, lens, starts, 1, False, *SCORES, *given)
         out, lse = torch.full_like(query, torch.nan), torch.full((3, 8), torch.nan)
         decode(query, *kv, table, *made, None, None, 1, False, *SCORES, out, *given, lse)
+        found.append((out, lse))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True)) and found[0][0].any()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_8_bit_prefills(name: str) -> None:
+    dtype, scales = QUANTIZED[name]
+    query, *kv, table, lens, starts = inputs((3, 60, 9))
+    kv = [(x * 30).to(dtype) if dtype == torch.int8 else x.to(dtype) for x in kv]
+    given = [None if x is None else x.clone() for x in scales]
+    batch = (query, *kv, table, lens, starts, False, *SCORES)
+    if name == "int8 by token":
+        with pytest.raises(NotImplementedError, match="per token and head are taken by decode alone"):
+            dlpack_calls.plan_prefill_by_dlpack(*batch, *given)
+        return
+    found = []
+    for plan, prefill in (
+        (dlpack_calls.plan_prefill_by_dlpack, dlpack_calls.prefill_by_dlpack),
+        (ops.plan_prefill, ops.prefill),
+    ):
+        made = plan(*batch, *given)
+        out, lse = torch.full_like(query, torch.nan), torch.full((8, len(query)), torch.nan)
+        prefill(query, *kv, table, starts, *made, *[None] * 4, False, *SCORES, out, *given, lse)
         found.append((out, lse))
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True)) and found[0][0].any()
 

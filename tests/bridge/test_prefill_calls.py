@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_launch import Recorder, address, caches, recorder  # noqa: F401
+from test_launch import ROW_SCALES, SCALES, Recorder, address, caches, recorder  # noqa: F401
 
 from jaxpaged.bridge import prefill_plan_calls
 from jaxpaged.bridge.decode_calls import by_column
@@ -30,30 +30,36 @@ class Step:
     lens: torch.Tensor
     starts: torch.Tensor
     batch_invariant: bool = False
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @classmethod
     def new(cls, num_tokens: int, num_reqs: int, *, room: int = 0, **how: Any) -> "Step":
         query = torch.zeros(num_tokens + room, HEADS, 64, dtype=torch.bfloat16)[:num_tokens]
         table, lens, starts = (torch.zeros(s, dtype=torch.int32) for s in ((num_reqs, 6), num_reqs, num_reqs + 1))
-        return cls(query, caches(), table, lens, starts, **how)
+        return cls(query, how.pop("caches", None) or caches(), table, lens, starts, **how)
 
     @property
     def batch(self) -> tuple[torch.Tensor, ...]:
         return self.table, self.lens, self.starts
 
+    @property
+    def scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.k_scale, self.v_scale
+
     def plan(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return plan_prefill_on_gpu(self.query, *self.caches, *self.batch, self.batch_invariant, *PLAIN)
+        return plan_prefill_on_gpu(self.query, *self.caches, *self.batch, self.batch_invariant, *PLAIN, *self.scales)
 
     def attend(self, plan: Any, slopes: Any = None, sinks: Any = None, **given: Any) -> torch.Tensor:
         by_column_of = [None if x is None else by_column(x, num_kv_heads=2, max_query_len=1) for x in (slopes, sinks)]
         by_column_of = given.pop("by_column_of", by_column_of)
         out = given.pop("out", torch.empty_like(self.query))
-        how = (slopes, sinks, *by_column_of, self.batch_invariant, *PLAIN, out, given.pop("lse", None))
+        how = (slopes, sinks, *by_column_of, self.batch_invariant, *PLAIN, out, *self.scales, given.pop("lse", None))
         prefill_on_gpu(self.query, *self.caches, self.table, self.starts, *plan, *how)
         return out
 
     def at(self, plan: torch.Tensor) -> dict[str, int]:
-        found = prefill_shapes(self.query, *self.caches, self.table, self.batch_invariant, PLAIN)
+        found = prefill_shapes(self.query, *self.caches, self.table, self.batch_invariant, PLAIN, *self.scales)
         return addresses_in(plan, found.fields())
 
 
@@ -145,6 +151,104 @@ def test_slopes_and_sinks_go_to_each_kernel_in_its_order(recorder: Recorder) -> 
         step.attend(plan, None, sinks, by_column_of=[None, None])
 
 
+EIGHT_BITS = [
+    (dtype, name)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    for name in SCALES
+    if dtype != torch.int8 or name not in ("none", "values alone")
+]
+
+
+@pytest.mark.parametrize(("dtype", "name"), EIGHT_BITS)
+def test_8_bit_caches_and_their_scales_go_to_prefill_and_decode(
+    recorder: Recorder,  # noqa: F811
+    dtype: Any,
+    name: str,
+) -> None:
+    step = Step.new(4096, 16, caches=caches(dtype=dtype), **SCALES[name])
+    query_dtype = torch.float16 if dtype == torch.float8_e5m2 else torch.bfloat16
+    step.query = step.query.to(query_dtype)
+    plan, workspace = step.plan()
+    (_, planned), _ = recorder.launches
+    assert planned[:3] == address(*step.batch)  # what a cache holds makes no difference to a plan
+    recorder.launches.clear()
+    out = step.attend((plan, workspace))
+    assert out.dtype == query_dtype
+    (_, prefill), (_, decode), (_, combine) = recorder.launches
+    at = step.at(plan)
+    scales = [x for x in step.scales if x is not None]
+    tensors = address(step.table, step.query, *step.caches, *scales, out)
+    assert prefill == (at["work"], at["counts"], *tensors, out.data_ptr())
+    assert decode[: len(tensors) + 2] == (at["requests"], at["shares"], *tensors)
+    assert not {*address(*scales, *step.caches)} & {*combine}
+
+
+def test_8_bit_keys_and_values_of_one_buffer_with_scales_slopes_and_sinks(recorder: Recorder) -> None:  # noqa: F811
+    step = Step.new(4096, 4, caches=caches("N2HD", dtype=torch.float8_e5m2), **SCALES["head"])
+    slopes, sinks = torch.rand(1, HEADS), torch.rand(HEADS)
+    plan = step.plan()
+    recorder.launches.clear()
+    out = step.attend(plan, slopes, sinks, lse=torch.empty(HEADS, 4096))
+    ((_, prefill),) = recorder.launches
+    at = step.at(plan[0])
+    tensors = address(step.table, step.query, step.caches[0], *SCALES["head"].values(), slopes, sinks, out)
+    assert prefill[:-2] == (at["work"], at["counts"], *tensors)
+    assert prefill[-2:].count(out.data_ptr()) == 1  # the other one is for lses
+
+
+def test_8_bit_tiles_that_are_split_are_merged_in_the_querys_dtype(recorder: Recorder) -> None:  # noqa: F811
+    modules = []
+    for dtype, scales in ((torch.int8, SCALES["head"]), (torch.bfloat16, {})):
+        step = Step.new(64, 1, caches=caches(dtype=dtype), **scales)
+        plan = step.plan()
+        recorder.launches.clear()
+        step.attend(plan)
+        (_, got), (merge, _) = recorder.launches
+        modules.append(recorder.modules[merge])
+        assert {*address(*scales.values())} <= {*got}
+    assert modules[0] == modules[1]
+
+
+def test_scales_of_other_shapes_are_other_programs(recorder: Recorder) -> None:  # noqa: F811
+    numbers = []
+    for name in ("tensor", "head", "tensor"):
+        step = Step.new(4096, 4, caches=caches(dtype=torch.int8), **SCALES[name])
+        step.attend(step.plan())
+        numbers.append(recorder.launches[-1][0])
+    assert numbers[0] == numbers[2] != numbers[1]
+
+
+BAD_SCALES: dict[str, tuple[type[Exception], str, Any, dict[str, Any]]] = {
+    "by token": (NotImplementedError, "k_scale, v_scale: scales per token and head are taken by decode alone", 64,
+                 ROW_SCALES),
+    "large heads": (NotImplementedError, "head_size: prefill has no room in shared memory for 8-bit heads of 256", 256,
+                    SCALES["head"]),
+    "odd heads": (NotImplementedError, "8-bit heads of a multiple of 64 elements, not 80", 80, SCALES["head"]),
+    "none": (ValueError, "an int8 cache needs both scales", 64, {}),
+    "one": (ValueError, "an int8 cache needs both scales", 64, {"k_scale": torch.ones(2)}),
+    "dtype": (TypeError, "v_scale", 64, {"k_scale": torch.ones(2), "v_scale": torch.ones(2).half()}),
+    "shape": (ValueError, "k_scale", 64, {"k_scale": torch.ones(3), "v_scale": torch.ones(2)}),
+    "gaps": (ValueError, "k_scale", 64, {"k_scale": torch.ones(4)[::2], "v_scale": torch.ones(2)}),
+    "device": (ValueError, "v_scale", 64, {"k_scale": torch.ones(2), "v_scale": torch.ones(2, device="meta")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_SCALES)
+def test_8_bit_caches_that_do_not_fit_are_refused_by_plan_and_kernels(recorder: Recorder, name: str) -> None:  # noqa: F811
+    error, words, size, scales = BAD_SCALES[name]
+    good = Step.new(4096, 4, caches=caches(dtype=torch.int8), **SCALES["head"])
+    plan = good.plan()
+    recorder.launches.clear()
+    cache = [torch.zeros(40, 16, 2, size, dtype=torch.int8) for _ in range(2)]
+    query = torch.zeros(4096, HEADS, size, dtype=torch.bfloat16)
+    step = dataclasses.replace(good, query=query, caches=cache, **{"k_scale": None, "v_scale": None} | scales)
+    with pytest.raises(error, match=words):
+        step.plan()
+    with pytest.raises(error, match=words):
+        step.attend(plan)
+    assert not recorder.launches
+
+
 def test_a_table_that_is_part_of_a_wider_one(recorder: Recorder) -> None:  # noqa: F811
     step = Step.new(4096, 4)
     wide = torch.zeros(5, 9, dtype=torch.int32)
@@ -181,9 +285,10 @@ def test_what_does_not_fit_is_refused_and_nothing_launched(recorder: Recorder) -
         dataclasses.replace(step, starts=step.starts.long()).plan()
     with pytest.raises(TypeError, match="block_table"):
         dataclasses.replace(step, table=step.table.long()).plan()
-    eight_bits = [x.to(torch.float8_e4m3fn) for x in step.caches]
-    with pytest.raises(NotImplementedError, match="key_cache: expected the query's dtype"):
-        dataclasses.replace(step, caches=eight_bits).plan()
+    with pytest.raises(NotImplementedError, match="8-bit caches and ones of the query's dtype"):
+        dataclasses.replace(step, caches=[x.half() for x in step.caches]).plan()
+    with pytest.raises(ValueError, match="k_scale: scales belong to 8-bit caches"):
+        dataclasses.replace(step, k_scale=torch.ones(())).plan()
     with pytest.raises(NotImplementedError, match="blocks of a multiple of 8"):
         dataclasses.replace(step, caches=[x[:, :4].contiguous() for x in step.caches]).plan()
     grad = step.query.clone().requires_grad_()

@@ -53,14 +53,14 @@ class Heads:
 
 def plan_of(step: Step) -> Any:
     tensors = (step.query, *step.caches, step.table, step.lens, step.starts)
-    return ops.plan_prefill(*tensors, step.batch_invariant, *step.scores)
+    return ops.plan_prefill(*tensors, step.batch_invariant, *step.scores, step.k_scale, step.v_scale)
 
 
 def attended(step: Step, plan: Any, heads: Heads = Heads(), lse: bool = False, out: Any = None) -> Any:  # noqa: B008
     out = torch.full_like(step.query, torch.nan) if out is None else out
     sums = torch.full((HEADS, len(step.query)), torch.nan, device=step.query.device) if lse else None
-    how = (*heads.arguments(), step.batch_invariant, *step.scores)
-    ops.prefill(step.query, *step.caches, step.table, step.starts, *plan, *how, out, sums)
+    how = (*heads.arguments(), step.batch_invariant, *step.scores, out, step.k_scale, step.v_scale, sums)
+    ops.prefill(step.query, *step.caches, step.table, step.starts, *plan, *how)
     return (out, sums) if lse else out
 
 

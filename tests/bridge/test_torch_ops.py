@@ -67,7 +67,7 @@ def test_prefill_is_what_engines_call(name: str) -> None:
     slopes, sinks = options.get("alibi_slopes"), options.get("s_aux")
     out, lse = torch.full_like(query, torch.nan), torch.full((8, len(query)), torch.nan)
     by_head = (slopes if slopes is None else slopes.view(-1, 8), sinks, None, None)
-    ops.prefill(query, key, value, table, starts, *plan, *by_head, False, *scores, out, lse)
+    ops.prefill(query, key, value, table, starts, *plan, *by_head, False, *scores, out, None, None, lse)
     expected, expected_lse = functional.flash_attn_varlen_func(
         query, key, value, starts, seqused_k=lens, causal=True, block_table=table, return_softmax_lse=True, **options
     )
@@ -110,6 +110,36 @@ def test_8_bit_caches_are_decoded_with_scales(name: str) -> None:
     torch.testing.assert_close(lse, lses, rtol=1e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_8_bit_caches_are_prefilled_with_scales(name: str) -> None:
+    dtype, scales = QUANTIZED[name]
+    query, *caches, table, lens, starts = inputs((3, 60, 9))
+    caches = [(x * 30).to(dtype) if dtype == torch.int8 else x.to(dtype) for x in caches]
+    given = [None if x is None else x.contiguous() for x in scales]
+    out, lse = torch.full_like(query, torch.nan), torch.full((8, 72), torch.nan)
+
+    def attend(plan: Any) -> None:
+        how = (*[None] * 4, False, *SCORES)
+        ops.prefill(query, *caches, table, starts, *plan, *how, out, *given, lse)
+
+    batch = (query, *caches, table, lens, starts, False, *SCORES)
+    if name == "int8 by token":
+        plan = ops.plan_prefill(*batch, *(torch.ones(()) for _ in range(2)))
+        for call in (lambda: ops.plan_prefill(*batch, *given), lambda: attend(plan)):
+            with pytest.raises(NotImplementedError, match="per token and head are taken by decode alone"):
+                call()
+        assert out.isnan().all() and lse.isnan().all()
+        return
+    attend(ops.plan_prefill(*batch, *given))
+    factors = [1.0 if x is None else x[..., None] if x.ndim else x for x in given]
+    wide = (x.float() * f for x, f in zip(caches, factors, strict=True))
+    expected, lses = functional.flash_attn_varlen_func(
+        query.float(), *wide, starts, seqused_k=lens, causal=True, block_table=table, return_softmax_lse=True
+    )
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, lses, rtol=1e-3, atol=2e-3)
+
+
 def test_lses_are_what_engines_get() -> None:
     query, key, value, table, lens, starts = inputs((3, 0, 2), padding=1)
     sinks = torch.randn(8)
@@ -137,8 +167,12 @@ def test_direct_functions_are_the_operators() -> None:
         calls.decode(query, *caches, table, *plan, None, None, 1, False, *SCORES, out)
         prefilled = torch.empty_like(query)
         plan = calls.plan_prefill(query, *caches, table, lens, starts, False, *SCORES)
-        calls.prefill(query, *caches, table, starts, *plan, *[None] * 4, False, *SCORES, prefilled, None)
-        return torch.cat([out, prefilled])
+        calls.prefill(query, *caches, table, starts, *plan, *[None] * 4, False, *SCORES, prefilled)
+        eight, scales = [x.to(torch.float8_e4m3fn) for x in caches], (torch.tensor(0.5), torch.tensor([0.1, 0.2]))
+        of_8_bits, lse = torch.empty_like(query), torch.empty(8, 3)
+        plan = calls.plan_prefill(query, *eight, table, lens, starts, False, *SCORES, *scales)
+        calls.prefill(query, *eight, table, starts, *plan, *[None] * 4, False, *SCORES, of_8_bits, *scales, lse)
+        return torch.cat([out, prefilled, of_8_bits, lse.T[..., None].expand_as(out)])
 
     assert torch.equal(step(direct, ours), step(ops, theirs))
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
@@ -183,14 +217,18 @@ def test_schemas_and_fakes_hold() -> None:
     plan = ops.plan_prefill(query, key, value, table, lens, starts, False, *SCORES)
     slopes, sinks, lse = torch.rand(1, 8), torch.rand(8), torch.empty(8, 3)
     for given in (None, lse):
-        arguments = (query, key, value, table, starts, *plan, slopes, sinks, *by_head, False, *SCORES, out, given)
-        check(ops.prefill.default, arguments)
+        how = (slopes, sinks, *by_head, False, *SCORES, out, None, None, given)
+        check(ops.prefill.default, (query, key, value, table, starts, *plan, *how))
     caches, scales = [x.to(torch.int8) for x in (key, value)], (torch.tensor(0.3), torch.tensor(0.7))
     arguments = (query, *caches, table, lens, starts, 1, False, *SCORES, *scales)
     check(ops.plan_decode.default, arguments)
     plan = ops.plan_decode(*arguments)
     how = (None, None, 1, False, *SCORES, out, *scales, torch.empty(3, 8))
     check(ops.decode.default, (query, *caches, table, *plan, *how))
+    arguments = (query, *caches, table, lens, starts, False, *SCORES, *scales)
+    check(ops.plan_prefill.default, arguments)
+    how = (slopes, sinks, *by_head, False, *SCORES, out, *scales, lse)
+    check(ops.prefill.default, (query, *caches, table, starts, *ops.plan_prefill(*arguments), *how))
 
 
 def test_a_schema_that_hides_a_write_would_be_found() -> None:

@@ -28,6 +28,8 @@ from jaxpaged.metadata.checks import check_shape
 HEAD_SIZES = [*range(8, 257, 8), 512]
 UNQUANTIZED_CACHES = ("auto", "float16", "bfloat16")
 FLOAT8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+FLOAT8_HEAD_SIZES = (64, 128, 192)
+"""Those of 8-bit caches that prompts can attend to on a GPU."""
 _WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
@@ -37,8 +39,8 @@ def gpu_refusal(head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, 
         return "float32 not supported on a GPU"
     if head_size > 256:
         return f"head_size {head_size} not supported on a GPU"
-    if kv_cache_dtype in FLOAT8_CACHES:
-        return f"kv_cache_dtype {kv_cache_dtype} not supported on a GPU: prompts can't attend to 8-bit caches there"
+    if kv_cache_dtype in FLOAT8_CACHES and head_size not in FLOAT8_HEAD_SIZES:
+        return f"kv_cache_dtype {kv_cache_dtype} not supported on a GPU with head_size {head_size}"
     if block_size is not None and block_size % 8:
         return f"block_size {block_size} not supported on a GPU, where it has to be a multiple of 8"
     return None
@@ -154,8 +156,8 @@ class AttentionLayer:
           output_scale: one float32 number by which results are divided to be stored in an `output` of 8 bits.
 
         Raises:
-          NotImplementedError: `output_block_scale`, or on a GPU what the kernels don't take, prompts that attend to an
-            8-bit cache, and requests of which some are causal.
+          NotImplementedError: `output_block_scale`, or on a GPU what the kernels don't take, and requests of which some
+            are causal.
           TypeError, ValueError: an argument or the metadata don't fit; nothing has been written.
         """
         if attn_metadata is None:
