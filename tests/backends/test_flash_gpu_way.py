@@ -61,22 +61,40 @@ def test_encoders_see_both_sides_and_keep_nothing(called: list[str]) -> None:
     assert torch.equal(engine.bits(), engine.before)
 
 
-def test_8_bit_caches_are_decoded_from(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SmallEngine(*DECODES, dtype=BF16, head_size=64)
-    stored = (engine.kv_cache.float() / 0.05).to(torch.float8_e4m3fn).view(torch.uint8)
-    layer = impl(head_size=64, scale=64**-0.5, kv_cache_dtype="fp8")
-    given = {"k_scale": 0.05, "v_scale": 0.05}
-    out = run(layer, engine, metadata(engine, 0), kv_cache=(ours := stored.clone()), **given)
-    assert called == ["plan_decode", "reshape_and_cache", "decode"]
-    mixed = SmallEngine(*MIXED, dtype=BF16, head_size=64)
-    cache = torch.zeros(mixed.kv_cache.shape, dtype=torch.uint8)
-    with pytest.raises(NotImplementedError, match="8-bit caches are attended to by decode alone"):
-        run(layer, mixed, metadata(mixed, 3), kv_cache=cache, **given)
-    assert not cache.any()
+@pytest.mark.parametrize(("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+@pytest.mark.parametrize(
+    ("lens", "num_prefills", "operators"),
+    [(DECODES, 0, ["decode"]), (PROMPTS, 3, ["prefill"]), (MIXED, 3, ["prefill", "decode"])],
+    ids=["decodes", "prompts", "mixed"],
+)
+def test_8_bit_caches_are_attended_to(
+    called: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    lens: object,
+    num_prefills: int,
+    operators: list[str],
+    name: str,
+    dtype: torch.dtype,
+) -> None:
+    engine = SmallEngine(*lens, dtype=BF16, head_size=64)
+    stored = (engine.kv_cache.float() / 0.05).to(dtype).view(torch.uint8)
+    layer = impl(head_size=64, scale=64**-0.5, kv_cache_dtype=name)
+    given = {"k_scale": 0.05, "v_scale": 0.04}
+    out = run(layer, engine, metadata(engine, num_prefills), kv_cache=(ours := stored.clone()), **given)
+    assert called == [*(f"plan_{n}" for n in operators), "reshape_and_cache", *operators]
     monkeypatch.undo()
-    expected = run(layer, engine, metadata(engine, 0), kv_cache=(theirs := stored.clone()), **given)
+    expected = run(layer, engine, metadata(engine, num_prefills), kv_cache=(theirs := stored.clone()), **given)
     torch.testing.assert_close(out, expected, rtol=1e-2, atol=4e-3)
     assert torch.equal(ours, theirs)
+
+
+def test_prompts_that_prefill_has_no_room_for_are_refused_before_anything_is_written(called: list[str]) -> None:
+    engine = SmallEngine(*MIXED, dtype=BF16, head_size=256)
+    cache = torch.zeros(engine.kv_cache.shape, dtype=torch.uint8)
+    layer = impl(head_size=256, scale=1 / 16, kv_cache_dtype="fp8")
+    with pytest.raises(NotImplementedError, match="no room in shared memory for 8-bit heads of 256"):
+        run(layer, engine, metadata(engine, 3), kv_cache=cache)
+    assert not cache.any()
 
 
 def test_what_the_kernels_do_not_take_is_refused_before_anything_is_written(called: list[str]) -> None:

@@ -25,6 +25,7 @@ from jaxpaged.testing.verify import compare
 T = torch.zeros
 BF16 = torch.bfloat16
 EIGHT = torch.zeros(12, 16, 2, 64).to(torch.float8_e4m3fn)
+BY_TOKEN = {n: EIGHT.view(torch.int8) for n in "kv"} | {f"{n}_descale": torch.ones(12, 16, 2) for n in "kv"}
 
 
 @pytest.fixture
@@ -33,6 +34,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield take_the_way_of_a_gpu(monkeypatch, varlen, kvcache, cache_functions, merge, gpu_plan)
 
 
+DECODED, PREFILLED = ["plan_decode", "decode"], ["plan_prefill", "prefill"]
 RUNS: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {
     "varlen": (doors._run_torch_varlen, doors._torch_refuses, False),
     "planned": (doors._run_torch_without_lse, doors._torch_refuses, True),
@@ -65,7 +67,7 @@ def test_cases_by_the_operators(as_on_gpu: list[str], name: str, run: str) -> No
 
 
 REFUSED = (
-    "block-size-3", "float8_e4m3fn-tensor", "bfloat16-float32-cache", "layout-VLLM_V0", "block-size-1"
+    "block-size-3", "int8-token_head", "bfloat16-float32-cache", "layout-VLLM_V0", "block-size-1"
 )  # fmt: skip
 
 
@@ -158,8 +160,12 @@ BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
     "float32": (
         {"q": T(9, 4, 64), "k": T(12, 16, 2, 64), "v": T(12, 16, 2, 64), "out": None}, NotImplementedError, "float32"
     ),
-    "8 bits": ({n: EIGHT for n in "kv"}, NotImplementedError, "max_seqlen_q: on a GPU, 8-bit .* up to 8 .* got None"),
-    "8 bits, long": ({**{n: EIGHT for n in "kv"}, "max_seqlen_q": 9}, NotImplementedError, "up to 8 new .* got 9"),
+    "scales of tokens": ({**BY_TOKEN}, NotImplementedError, "scales per token and head are taken by decode alone"),
+    "scales of tokens, long": ({**BY_TOKEN, "max_seqlen_q": 9}, NotImplementedError, "scales per token and head are"),
+    "8 bits, large heads": (
+        {"q": T(9, 4, 256, dtype=BF16), "out": None, **{n: T(12, 16, 2, 256).to(EIGHT.dtype) for n in "kv"}},
+        NotImplementedError, "head_size: prefill has no room in shared memory for 8-bit heads of 256"
+    ),
     "int8": ({n: EIGHT.view(torch.int8) for n in "kv"}, ValueError, "k_scale"),
     "scales of requests": (
         {**{n: EIGHT for n in "kv"}, "k_descale": torch.ones(2, 2)}, NotImplementedError, "k_descale: .* per request"
@@ -233,9 +239,12 @@ def test_scales_that_are_numbers_go_as_tensors_that_are_made_once(as_on_gpu: lis
         reshape_and_cache(key, key, *caches, slots, "auto", 1.0, 1.0)
 
 
-def test_scales_of_8_bit_caches_reach_decode(as_on_gpu: list[str]) -> None:
+@pytest.mark.parametrize(("longest", "operators"), [(8, DECODED), (9, PREFILLED), (None, PREFILLED)])
+def test_scales_of_8_bit_caches_reach_the_kernels(
+    as_on_gpu: list[str], longest: int | None, operators: list[str]
+) -> None:
     """As engines give them: numbers, of one element, expanded to requests and heads, of each head."""
-    given = step() | {"max_seqlen_q": 8}
+    given = step() | {"max_seqlen_q": longest}
     caches = [torch.randn(12, 16, 2, 64).to(torch.float8_e4m3fn) for _ in range(2)]
     eight = given | {"k": caches[0], "v": caches[1]}
     plain = given | {n: (x.float() * 0.5).to(BF16) for n, x in zip("kv", caches, strict=True)}
@@ -247,41 +256,55 @@ def test_scales_of_8_bit_caches_reach_decode(as_on_gpu: list[str]) -> None:
     for scale in kinds:
         out = flash_attn_varlen_func(**eight, k_descale=scale, v_descale=scale)
         torch.testing.assert_close(out, expected, rtol=1e-2, atol=4e-3)
-    assert as_on_gpu == ["plan_decode", "decode"] * len(kinds)
+    assert as_on_gpu == operators * len(kinds)
     for wrong in ({"k_descale": 0.5}, {"v_descale": 0.5}):
         assert not torch.allclose(flash_attn_varlen_func(**eight, **wrong), expected, rtol=1e-1, atol=1e-1)
 
 
-def test_layers_with_scales_of_other_shapes_have_plans_of_their_own(as_on_gpu: list[str]) -> None:
+@pytest.mark.parametrize(("longest", "operators"), [(8, DECODED), (None, PREFILLED)])
+def test_layers_with_scales_of_other_shapes_have_plans_of_their_own(
+    as_on_gpu: list[str], longest: int | None, operators: list[str]
+) -> None:
     given = step() | {"k": EIGHT, "v": EIGHT}
-    plan = plan_attention(given["block_table"], given["seqused_k"], given["cu_seqlens_q"], 8)
+    plan = plan_attention(given["block_table"], given["seqused_k"], given["cu_seqlens_q"], longest)
     for scale in (0.5, 0.25, torch.ones(2), torch.ones(2)):
         flash_attn_varlen_func(**given, k_descale=scale, v_descale=scale, scheduler_metadata=plan)
-    assert as_on_gpu == ["plan_decode", "decode", "decode"] * 2
+    assert as_on_gpu == [*operators, operators[1]] * 2
 
 
+@pytest.mark.parametrize(("seqlen_q", "operators"), [(3, DECODED), (9, PREFILLED)])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_new_tokens_are_stored_in_8_bits(
-    as_on_gpu: list[str], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    as_on_gpu: list[str], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, seqlen_q: int, operators: list[str]
 ) -> None:
     caches = [T(4, 16, 2, 64).to(dtype) for _ in range(2)]
     ours, theirs = ([x.clone() for x in caches] for _ in range(2))
-    q, k, v = (torch.randn(2, 3, n, 64).to(BF16) for n in (4, 2, 2))
+    q, k, v = (torch.randn(2, seqlen_q, n, 64).to(BF16) for n in (4, 2, 2))
     given: dict[str, Any] = {
         "cache_seqlens": torch.tensor([2, 15], dtype=torch.int32), "causal": True, "k_descale": 0.03, "v_descale": 0.02,
         "block_table": torch.tensor([[1, 2], [0, 3]], dtype=torch.int32),
     }  # fmt: skip
     out = flash_attn_with_kvcache(q, *ours, k, v, **given)
-    assert as_on_gpu == ["plan_decode", "reshape_and_cache", "decode"]
-    long = torch.randn(2, 9, 4, 64).to(BF16)
-    with pytest.raises(NotImplementedError, match="max_seqlen_q: on a GPU, 8-bit caches"):
-        flash_attn_with_kvcache(long, *ours, long[:, :, :2], long[:, :, :2], **given)
+    assert as_on_gpu == [operators[0], "reshape_and_cache", operators[1]]
     monkeypatch.undo()
     expected = flash_attn_with_kvcache(q, *theirs, k, v, **given)
     torch.testing.assert_close(out, expected, rtol=1e-2, atol=4e-3)
     for x, y, old in zip(ours, theirs, caches, strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
         assert not torch.equal(x.view(torch.uint8), old.view(torch.uint8))
+
+
+def test_scales_that_decode_alone_takes_are_refused_before_a_cache_is_written(as_on_gpu: list[str]) -> None:
+    caches, scales = [T(4, 16, 2, 64, dtype=torch.int8) for _ in range(2)], [torch.ones(4, 16, 2) for _ in range(2)]
+    q, k = torch.randn(2, 9, 4, 64).to(BF16), torch.randn(2, 9, 2, 64).to(BF16)
+    lens, table = torch.tensor([2, 5], dtype=torch.int32), torch.tensor([[1], [0]], dtype=torch.int32)
+    how: dict[str, Any] = {"cache_seqlens": lens, "block_table": table, "causal": True}
+    how |= {"k_descale": scales[0], "v_descale": scales[1]}
+    with pytest.raises(NotImplementedError, match="scales per token and head are taken by decode alone"):
+        flash_attn_with_kvcache(q, *caches, k, k, **how)
+    assert not any(x.any() for x in caches) and all((x == 1).all() for x in scales)
+    flash_attn_with_kvcache(q[:, :3], *caches, k[:, :3], k[:, :3], **how)
+    assert all(x.any() for x in caches) and not any((x == 1).all() for x in scales)
 
 
 def test_values_per_head_are_made_once_and_again_when_written_to() -> None:

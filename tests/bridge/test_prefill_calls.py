@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_launch import ROW_SCALES, SCALES, Recorder, address, caches, recorder  # noqa: F401
 
-from jaxpaged.bridge import prefill_plan_calls
+from jaxpaged.bridge import prefill_plan_calls, torch_ops
 from jaxpaged.bridge.decode_calls import by_column
 from jaxpaged.bridge.decode_shapes import ScoreOptions
 from jaxpaged.bridge.lse_rows import decoded_rows, prefilled_lse, row_requests
@@ -207,6 +207,20 @@ def test_8_bit_tiles_that_are_split_are_merged_in_the_querys_dtype(recorder: Rec
         modules.append(recorder.modules[merge])
         assert {*address(*scales.values())} <= {*got}
     assert modules[0] == modules[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("sizes", [(4096, 16), (64, 1)], ids=["mixed", "in parts"])
+def test_plans_are_as_large_as_compilers_are_told(
+    recorder: Recorder,  # noqa: F811
+    sizes: tuple[int, int],
+    dtype: Any,
+) -> None:
+    step = Step.new(*sizes, caches=caches(dtype=dtype), **{} if dtype == torch.bfloat16 else SCALES["head"])
+    tensors = (step.query, *step.caches, *step.batch, *step.scales)
+    query, key, value, table, lens, starts, *scales = (None if x is None else x.to("meta") for x in tensors)
+    fake = torch_ops._FAKES["plan_prefill"](query, key, value, table, lens, starts, False, *PLAIN, *scales)
+    assert [x.shape for x in fake] == [x.shape for x in step.plan()]
 
 
 def test_scales_of_other_shapes_are_other_programs(recorder: Recorder) -> None:  # noqa: F811

@@ -8,6 +8,8 @@ from test_vllm import MIXED, OPTIONS, layer
 from vllm_batch import LAYOUTS, Batch, module
 
 from jaxpaged.backends import cache_functions, gpu_plan
+from jaxpaged.bridge.decode_shapes import ScoreOptions
+from jaxpaged.bridge.prefill_shapes import prefill_shapes
 from jaxpaged.integrations.vllm import layer as vllm_layer
 from jaxpaged.integrations.vllm.metadata import JaxpagedMetadata
 
@@ -56,29 +58,31 @@ def test_an_encoder_attends_to_the_calls_keys_and_keeps_nothing(called: list[str
         batch.run(layer(attn_type=attn_type), metadata=meta, key=None, value=None)
 
 
+@pytest.mark.parametrize(("longest", "operator"), [(1, "decode"), (9, "prefill")])
 @pytest.mark.parametrize("per_head", [False, True])
-def test_8_bit_caches_are_decoded_from(called: list[str], monkeypatch: pytest.MonkeyPatch, per_head: bool) -> None:
+def test_8_bit_caches_are_attended_to(
+    called: list[str], monkeypatch: pytest.MonkeyPatch, per_head: bool, longest: int, operator: str
+) -> None:
     scales = module([0.05, 0.04], [0.02, 0.03]) if per_head else module(0.05, 0.02)
     torch.manual_seed(2)
     attention = layer(kv_cache_dtype="fp8", head_size=64, scale=64**-0.5)
     cache = torch.randn(8, 16, 2, 128).to(torch.float8_e4m3fn).view(torch.uint8).transpose(1, 2)
-    states = [torch.randn(3, n, 64).to(BF16) for n in (4, 2, 2)]
+    n = longest + 2
+    states = [torch.randn(n, heads, 64).to(BF16) for heads in (4, 2, 2)]
+    starts = torch.tensor([0, longest, longest + 1, n], dtype=torch.int32)
     meta = JaxpagedMetadata(
-        3, torch.arange(4, dtype=torch.int32), torch.tensor([20, 16, 1], dtype=torch.int32),
-        torch.tensor([[1, 2], [3, -1], [4, -1]], dtype=torch.int32), torch.tensor([35, 63, 64]), True, 1,
+        n, starts, torch.tensor([20, 16, 1], dtype=torch.int32),
+        torch.tensor([[1, 2], [3, -1], [4, -1]], dtype=torch.int32),
+        torch.tensor([*range(36 - longest, 36), 63, 64]), True, longest,
     )  # fmt: skip
 
     def run(kv_cache: torch.Tensor) -> torch.Tensor:
         attention.do_kv_cache_update(scales, *states[1:], kv_cache, meta.slot_mapping)
-        return attention.forward(scales, *states, kv_cache, meta, torch.zeros(3, 4, 64, dtype=BF16))
+        return attention.forward(scales, *states, kv_cache, meta, torch.zeros(n, 4, 64, dtype=BF16))
 
     ours, theirs = cache.clone(), cache.clone()
     out = run(ours)
-    assert called == ["reshape_and_cache", "plan_decode", "decode"]
-    meta.max_query_len = 9
-    meta.block_table = meta.block_table.clone()  # so that the step is planned again
-    with pytest.raises(NotImplementedError, match="8-bit caches are attended to by decode alone"):
-        run(ours)
+    assert called == ["reshape_and_cache", f"plan_{operator}", operator]
     monkeypatch.undo()
     torch.testing.assert_close(out, run(theirs), rtol=1e-2, atol=4e-3)
     assert torch.equal(ours, theirs)
@@ -103,7 +107,10 @@ def test_outputs_of_two_axes_and_of_8_bits(called: list[str]) -> None:
         ({}, None),
         ({"dtype": torch.float32}, "float32"),
         ({"head_size": 512}, "head_size 512"),
-        ({"kv_cache_dtype": "fp8"}, "8-bit caches"),
+        ({"kv_cache_dtype": "fp8"}, None),
+        ({"kv_cache_dtype": "fp8_e5m2", "head_size": 192, "dtype": torch.float16}, None),
+        ({"kv_cache_dtype": "fp8", "head_size": 256}, "kv_cache_dtype fp8 not supported on a GPU with head_size 256"),
+        ({"kv_cache_dtype": "fp8_e4m3", "head_size": 80}, "kv_cache_dtype fp8_e4m3 not supported on a GPU"),
         ({"block_size": 12}, "block_size 12"),
     ],
 )
@@ -111,6 +118,20 @@ def test_what_is_refused_when_a_model_is_loaded(change: dict[str, object], match
     given = {"head_size": 128, "dtype": BF16, "kv_cache_dtype": "auto", "block_size": 16} | change
     reason = vllm_layer.gpu_refusal(**given)
     assert reason is None if match is None else match in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_head_sizes_of_8_bit_caches_are_those_that_prompts_can_attend_to(dtype: torch.dtype) -> None:
+    taken = []
+    for size in vllm_layer.HEAD_SIZES:
+        query, table = torch.empty(64, 4, size, dtype=dtype), torch.empty(2, 8, dtype=torch.int32)
+        caches = [torch.empty(8, 16, 2, size, dtype=torch.float8_e4m3fn) for _ in range(2)]
+        try:
+            prefill_shapes(query, *caches, table, False, ScoreOptions(1.0, True, -1, -1, 0.0))
+        except NotImplementedError:
+            continue
+        taken.append(size)
+    assert tuple(taken) == vllm_layer.FLOAT8_HEAD_SIZES
 
 
 def test_a_profiling_run_gives_zeros(called: list[str]) -> None:
