@@ -22,6 +22,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 BATCHES = {"mixed": ([200, 33, 5, 9, 300], [64, 33, 5, 1, 1], 3), "decodes": ([64, 9, 333, 1], [1] * 4, 0)}
 BF16 = torch.bfloat16
+STORED = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+SCALES = (0.03, 0.02)
 
 
 class Batch:
@@ -65,15 +67,19 @@ def moved(meta: Any, device: str) -> Any:
 
 
 def flash_layer(batch: Batch, device: str, meta: Any, cache: Any, how: dict[str, Any]) -> Callable[[], torch.Tensor]:
-    layer = FlashAttentionImpl(kv_cache_dtype="auto", **LAYER, **how)
+    layer = FlashAttentionImpl(**LAYER | {"kv_cache_dtype": "auto"} | how)
     q, k, v = (x.flatten(1).to(device) for x in batch.states)
-    return lambda: layer.forward(q, k, v, cache, meta)
+    scales = (1.0, 1.0) if layer.kv_cache_dtype == "auto" else SCALES
+    return lambda: layer.forward(q, k, v, cache, meta, *scales)
 
 
 def vllm_layer(batch: Batch, device: str, meta: Any, cache: Any, how: dict[str, Any]) -> Callable[[], torch.Tensor]:
     layer = AttentionLayer(**LAYER, **how)
     q, k, v = (x.to(device) for x in batch.states)
     module, output = SimpleNamespace(), torch.zeros_like(q)
+    for side, scale in zip("kv", SCALES, strict=True):
+        setattr(module, f"_{side}_scale", torch.tensor(scale, device=device))
+        setattr(module, f"_{side}_scale_float", scale)
 
     def run() -> torch.Tensor:
         layer.do_kv_cache_update(module, k, v, cache, meta.slot_mapping)
@@ -114,14 +120,49 @@ def test_results_are_those_of_the_cpu_and_nothing_waits(engine: str, kind: str, 
     assert torch.equal(planned, out) == (name == "plain")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+def cache_of(shape: tuple[int, ...], kv_cache_dtype: str) -> torch.Tensor:
+    """A cache as engines allocate it: float8 in bytes."""
+    numbers = torch.randn(shape)
+    if kv_cache_dtype == "auto":
+        return numbers.to(BF16)
+    numbers = (numbers / SCALES[0]).clamp(-127, 127).round().to(STORED[kv_cache_dtype])
+    return numbers if kv_cache_dtype == "int8" else numbers.view(torch.uint8)
+
+
+EIGHT_BITS = [("flash", "fp8"), ("flash", "fp8_e5m2"), ("flash", "int8"), ("vllm", "fp8"), ("vllm", "fp8_e5m2")]
+
+
 @pytest.mark.parametrize("kind", BATCHES)
-def test_a_graph_plans_anew_when_it_is_replayed(engine: str, kind: str) -> None:
+@pytest.mark.parametrize(("engine", "kv_cache_dtype"), EIGHT_BITS)
+def test_8_bit_caches_are_written_and_attended_to(engine: str, kv_cache_dtype: str, kind: str) -> None:
     make, metadata, shape = ENGINES[engine]
-    batch = Batch(kind)
-    cache = torch.randn(shape, device="cuda").to(BF16)
+    batch, how = Batch(kind), OPTIONS["plain"] | {"kv_cache_dtype": kv_cache_dtype}
+    cache = cache_of(shape, kv_cache_dtype)
+    ours = cache.cuda()
+    expected = make(batch, "cpu", getattr(batch, metadata)("cpu"), cache, how)()
+    run = make(batch, "cuda", getattr(batch, metadata)("cuda"), ours, how)
+    out = run().clone()
+    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2e-2, atol=2e-2)
+    assert torch.equal(ours.cpu(), cache)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize(
+    ("engine", "kv_cache_dtype"), [("flash", "auto"), ("vllm", "auto"), ("flash", "fp8"), ("vllm", "fp8")]
+)
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_graph_plans_anew_when_it_is_replayed(engine: str, kind: str, kv_cache_dtype: str) -> None:
+    make, metadata, shape = ENGINES[engine]
+    batch, how = Batch(kind), OPTIONS["plain"] | {"kv_cache_dtype": kv_cache_dtype}
+    cache = cache_of(shape, kv_cache_dtype).cuda()
     meta = getattr(batch, metadata)("cuda")
-    run = make(batch, "cuda", meta, cache, OPTIONS["plain"])
+    run = make(batch, "cuda", meta, cache, how)
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -134,7 +175,7 @@ def test_a_graph_plans_anew_when_it_is_replayed(engine: str, kind: str) -> None:
     fresh = moved(meta, "cuda")
     if engine == "flash":
         fresh._cached_prefill_metadata = fresh._cached_decode_metadata = None
-    expected = make(batch, "cuda", fresh, cache, OPTIONS["plain"])()
+    expected = make(batch, "cuda", fresh, cache, how)()
     assert torch.equal(captured, expected)
     assert not torch.equal(captured, before)  # what a plan that is not made again would give
 

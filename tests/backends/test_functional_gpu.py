@@ -129,11 +129,14 @@ def scales_of(kind: str) -> Any:
 EIGHT_BITS = [(d, s) for d in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8) for s in ("number", "one", "head")]
 
 
-@pytest.mark.parametrize("batch", [DECODES, GUESSES], ids=["decodes", "guesses"])
-@pytest.mark.parametrize(("dtype", "kind"), [*EIGHT_BITS, (torch.int8, "token")])
-def test_8_bit_caches_give_the_results_of_the_cpu(dtype: torch.dtype, kind: str, batch: Any, no_sync: Any) -> None:
-    given = eight_bits(step(*batch, padding=3), dtype, scales_of(kind))
-    flash_attn_varlen_func(**given)
+CALLS_OF_8_BITS = [(d, s, batch) for d, s in EIGHT_BITS for batch in BATCHES]
+CALLS_OF_8_BITS += [(torch.int8, "token", batch) for batch in ("decodes", "guesses")]
+
+
+@pytest.mark.parametrize(("dtype", "kind", "batch"), CALLS_OF_8_BITS)
+def test_8_bit_caches_give_the_results_of_the_cpu(dtype: torch.dtype, kind: str, batch: str, no_sync: Any) -> None:
+    given = eight_bits(step(*BATCHES[batch], padding=3), dtype, scales_of(kind))
+    flash_attn_varlen_func(**given, return_softmax_lse=True)
     torch.cuda.synchronize()
     no_sync()
     out, lse = flash_attn_varlen_func(**given, return_softmax_lse=True)
@@ -143,13 +146,22 @@ def test_8_bit_caches_give_the_results_of_the_cpu(dtype: torch.dtype, kind: str,
     torch.testing.assert_close(lse.cpu(), expected_lse, rtol=2e-3, atol=2e-3)
 
 
-def test_new_tokens_of_8_bit_caches_and_their_graph() -> None:
+def test_prompts_on_8_bit_caches_with_scales_of_tokens_are_refused() -> None:
+    given = eight_bits(step(*MIXED), torch.int8, scales_of("token"))
+    out = torch.full_like(given["q"], 7.0)
+    with pytest.raises(NotImplementedError, match="scales per token and head are taken by decode alone"):
+        flash_attn_varlen_func(**given, out=out)
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+def test_new_tokens_of_8_bit_caches_and_their_graph(seqlen_q: int) -> None:
     given = eight_bits(step(*DECODES), torch.float8_e4m3fn, 0.03)
     caches, start = (given["k"], given["v"]), [given[n].clone() for n in "kv"]
-    q, k, v = (torch.randn(8, 1, n, SIZE, device="cuda").to(BF16) for n in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (torch.randn(8, seqlen_q, n, SIZE, device="cuda").to(BF16) for n in (HEADS, KV_HEADS, KV_HEADS))
     how = {"cache_seqlens": given["seqused_k"], "block_table": torch.randperm(64).int().view(8, 8).cuda()}
     how |= {"causal": True, "k_descale": 0.03, "v_descale": 0.03}
-    how["cache_seqlens"].clamp_(max=100)
+    how["cache_seqlens"].clamp_(max=80)
     there = [x.cpu() for x in (q, *start, k, v)]
     expected = flash_attn_with_kvcache(*there, **on_cpu(how))
     out = flash_attn_with_kvcache(q, *caches, k, v, **how)

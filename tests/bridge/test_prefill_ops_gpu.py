@@ -20,6 +20,7 @@ from gpu_steps import (
     new_cache,
     new_step,
     ops,
+    scaled,
     tokens,
 )
 
@@ -29,6 +30,7 @@ from jaxpaged.bridge import launch
 from jaxpaged.bridge.decode_calls import by_column
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MIXED = ([9, 700, 64, 300, 1, 0, 90, 1000], [1, 200, 1, 300, 1, 0, 5, 4])
 """All and new tokens of 8 requests: 512 new ones."""
 CHUNKS = ([600, 1000, 900], [100, 400, 12])
@@ -69,6 +71,14 @@ def per_head(requests: int | None = None) -> Heads:
     return Heads(slopes, torch.randn(HEADS, device="cuda"))
 
 
+def mixed_of_8_bits(by: str, cache_dtype: Any, **how: Any) -> Step:
+    return scaled(by, MIXED[0], cache_dtype, query_lens=MIXED[1], **how)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
 STEPS: dict[str, Callable[[], tuple[Step, Heads]]] = {
     "mixed": lambda: (new_step(*MIXED), Heads()),
     "float16": lambda: (new_step(*MIXED, dtype=torch.float16), Heads()),
@@ -88,6 +98,26 @@ STEPS: dict[str, Callable[[], tuple[Step, Heads]]] = {
     "slopes of each": lambda: (new_step(*MIXED), per_head(8)),
     "batch invariant": lambda: (new_step(*CHUNKS, batch_invariant=True), Heads()),
     "no power of two": lambda: (new_step([500, 70, 1, 90, 64], [300, 70, 1, 5, 1]), per_head()),
+    "e4m3 without scales": lambda: (new_step(*MIXED, cache_dtype=E4M3), Heads()),
+    "e4m3 by tensor": lambda: (mixed_of_8_bits("tensor", E4M3, layout="N2HD"), Heads()),
+    "e4m3 by head, float16": lambda: (mixed_of_8_bits("head", E4M3, dtype=torch.float16), Heads()),
+    "e5m2 by tensor": lambda: (mixed_of_8_bits("tensor", E5M2), Heads()),
+    "e5m2 by head": lambda: (mixed_of_8_bits("head", E5M2, layout="HN2D"), Heads()),
+    "int8 by tensor": lambda: (mixed_of_8_bits("tensor", torch.int8, layout="HND"), Heads()),
+    "int8 by head": lambda: (mixed_of_8_bits("head", torch.int8), Heads()),
+    "int8, everything": lambda: (
+        mixed_of_8_bits("head", torch.int8, scores=PLAIN._replace(window_left=99, soft_cap=20.0)),
+        per_head(8),
+    ),
+    "e4m3, slopes and sinks": lambda: (mixed_of_8_bits("head", E4M3), per_head()),
+    "e4m3, chunks": lambda: (scaled("head", CHUNKS[0], E4M3, query_lens=CHUNKS[1]), Heads()),
+    "int8, not causal": lambda: (mixed_of_8_bits("head", torch.int8, scores=PLAIN._replace(causal=False)), Heads()),
+    "int8, in parts": lambda: (scaled("head", [1000], torch.int8, query_lens=[16]), per_head()),
+    "e5m2, batch invariant": lambda: (mixed_of_8_bits("tensor", E5M2, batch_invariant=True), Heads()),
+    "e4m3, no power of two": lambda: (
+        scaled("tensor", [500, 70, 1, 90, 64], E4M3, query_lens=[300, 70, 1, 5, 1]),
+        Heads(),
+    ),
 }
 
 
@@ -98,21 +128,40 @@ def test_prefill_is_what_the_reference_computes(name: str) -> None:
     assert torch.equal(attended(step, plan_of(step), heads), out)
     reference = step.on_cpu()
     expected, expected_lse = attended(reference, plan_of(reference), heads.on_cpu(), lse=True)
-    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2e-2, atol=4e-3)
-    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-4, atol=1e-4)
+    # Weights of 8-bit values are rounded, and values are larger there.
+    atol, lse_atol = (2e-2, 2e-3) if step.caches[0].dtype.itemsize == 1 else (4e-3, 1e-4)
+    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2e-2, atol=atol)
+    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=lse_atol, atol=lse_atol)
 
 
-@pytest.mark.parametrize("name", ["mixed", "no decodes", "window", "HN2D", "rows of no request", "few tiles, in parts"])
+def jax_cache(here: Step) -> KVCache:
+    """The cache of a step on the CPU, compact, and 8-bit numbers as PyTorch's operators see them."""
+    scales = {n: None if x is None else x.numpy() for n, x in (("k_scale", here.k_scale), ("v_scale", here.v_scale))}
+    key, value = (x.contiguous() for x in here.caches)
+    if key.dtype in (E4M3, E5M2):
+        name = str(key.dtype).removeprefix("torch.")
+        key, value = (jnp.asarray(x.view(torch.uint8).numpy()) for x in (key, value))
+        return KVCache.from_arrays(key, value, **scales, dtype=name)
+    dtype = jnp.int8 if key.dtype == torch.int8 else jnp.bfloat16
+    key, value = (jnp.asarray(x.float().numpy(), dtype) for x in (key, value))
+    return KVCache.from_arrays(key, value, **scales)
+
+
+BITS = ["mixed", "no decodes", "window", "HN2D", "rows of no request", "few tiles, in parts"]
+BITS += ["e4m3 by tensor", "e5m2 by head", "int8 by head", "e4m3, slopes and sinks", "int8, in parts"]
+
+
+@pytest.mark.parametrize("name", BITS)
 def test_bits_are_those_of_jax(name: str) -> None:
     """The same kernels through the other door: tokens and requests are powers of two, so tiles are the same, too."""
     step, heads = STEPS[name]()
     here = step.on_cpu()
-    query, key, value = (jnp.asarray(x.contiguous().float().numpy(), jnp.bfloat16) for x in (here.query, *here.caches))
+    query = jnp.asarray(here.query.float().numpy(), jnp.bfloat16)
     left = step.scores.window_left
     by_head = [None if x is None else jnp.asarray(x.cpu().numpy()) for x in (heads.slopes, heads.sinks)]
     expected, expected_lse = jaxpaged.paged_attention(
         query,
-        KVCache.from_arrays(key, value),
+        jax_cache(here),
         PagedBatch.create(here.table.numpy(), here.lens.numpy(), here.starts.numpy()),
         window=None if left < 0 else (left, None),
         alibi_slopes=None if by_head[0] is None else by_head[0][0],
@@ -151,10 +200,11 @@ def test_a_table_that_is_part_of_a_wider_one() -> None:
     assert torch.equal(attended(parted, plan_of(parted)), expected)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, E4M3])
 @pytest.mark.parametrize("last", [300, 309, 311, 400, 2**30])
-def test_nothing_beside_the_output_is_written(last: int) -> None:
+def test_nothing_beside_the_output_is_written(last: int, cache_dtype: Any) -> None:
     """Whatever the starts promise; 309 tokens, 300 of which are requests', in programs for 512."""
-    step = new_step([500, 200, 64], [200, 99, 1], padding=9)
+    step = new_step([500, 200, 64], [200, 99, 1], padding=9, cache_dtype=cache_dtype)
     rows = len(step.query) * HEADS * SIZE
     memory = torch.full((3 * rows,), 7.0, device="cuda", dtype=torch.bfloat16)
     step.starts[-1] = last
@@ -196,19 +246,25 @@ class Model:
     slots: torch.Tensor
     caches: list[Any]
     outs: list[torch.Tensor]
+    kv_cache_dtype: str
 
     @classmethod
-    def new(cls) -> "Model":
+    def new(cls, kv_cache_dtype: str = "auto") -> "Model":
         step = new_step([1000] * 8, [64] * 8)
-        caches = [new_cache("N2HD") for _ in range(LAYERS)]
+        dtype = torch.bfloat16 if kv_cache_dtype == "auto" else E4M3
+        if dtype == E4M3:
+            step.k_scale = torch.full((), 0.02, device="cuda")
+            step.v_scale = torch.rand(KV_HEADS, device="cuda") / 9 + 0.02
+        caches = [new_cache("N2HD", dtype) for _ in range(LAYERS)]
         outs = [torch.zeros_like(step.query) for _ in range(LAYERS)]
         slots = torch.randperm(BLOCKS * BLOCK)[:512].cuda()
-        return cls(step, tokens(512), tokens(512), slots, caches, outs)
+        return cls(step, tokens(512), tokens(512), slots, caches, outs, kv_cache_dtype)
 
     def run(self) -> None:
-        plan = plan_of(self.step)
+        plan = plan_of(dataclasses.replace(self.step, caches=self.caches[0]))
+        how = (self.kv_cache_dtype, self.step.k_scale, self.step.v_scale)
         for caches, out in zip(self.caches, self.outs, strict=True):
-            ops.reshape_and_cache(self.key, self.value, *caches, self.slots, "auto", None, None)
+            ops.reshape_and_cache(self.key, self.value, *caches, self.slots, *how)
             attended(dataclasses.replace(self.step, caches=caches), plan, out=out)
 
     def set(self, seed: int) -> None:
@@ -226,16 +282,19 @@ class Model:
             x.copy_(torch.from_numpy(rng.standard_normal(x.shape).astype(np.float32)))
 
     def state(self) -> list[torch.Tensor]:
-        return [x.clone() for x in (*self.outs, *(t for caches in self.caches for t in caches))]
+        return [x.clone() for x in (*self.outs, *self.stored())]
+
+    def stored(self) -> list[torch.Tensor]:
+        return [bits(x) for caches in self.caches for x in caches]
 
     def restore(self, start: list[torch.Tensor]) -> None:
-        for x, old in zip((t for caches in self.caches for t in caches), start[LAYERS:], strict=True):
+        for x, old in zip(self.stored(), start[LAYERS:], strict=True):
             x.copy_(old)
 
 
-@pytest.mark.parametrize("side", [False, True])
-def test_a_graph_of_a_mixed_step_has_the_bits_of_eager_calls(side: bool) -> None:
-    model = Model.new()
+@pytest.mark.parametrize(("side", "kv_cache_dtype"), [(False, "auto"), (True, "auto"), (True, "fp8")])
+def test_a_graph_of_a_mixed_step_has_the_bits_of_eager_calls(side: bool, kv_cache_dtype: str) -> None:
+    model = Model.new(kv_cache_dtype)
     start = model.state()
     model.run()
     torch.cuda.synchronize()
@@ -261,8 +320,9 @@ def test_what_was_not_planned_before_a_capture_is_refused_there() -> None:
         plan_of(step)
 
 
-def test_a_mixed_step_launches_our_kernels_and_clears_its_plan() -> None:
-    model = Model.new()
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_a_mixed_step_launches_our_kernels_and_clears_its_plan(kv_cache_dtype: str) -> None:
+    model = Model.new(kv_cache_dtype)
     model.run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
