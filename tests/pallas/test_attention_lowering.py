@@ -126,8 +126,9 @@ def variants() -> dict[str, Variant]:
     found |= {f"float16-{rows}": base.but(dtype="float16") for rows, base in ROWS.items()}
     for base in ("decode", "decode-8-new", "mixed"):
         for cache_dtype, scales in EIGHT_BITS:
-            # Longer requests are decoded, too, in chunks.
-            eight = MODES[base].but(cache_dtype=cache_dtype, scales=scales, takes="d")
+            eight = MODES[base].but(cache_dtype=cache_dtype, scales=scales)
+            if scales == "token_head":
+                eight = eight.but(takes="d")  # longer requests are decoded, too, in chunks
             found[f"{cache_dtype}-{scales}-{base}"] = eight
     for cache_dtype, scales in EIGHT_BITS:
         eight = MODES["decode-4-new"].but(cache_dtype=cache_dtype, scales=scales)
