@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jaxpaged.bridge import direct, launch, torch_ops
+from jaxpaged.bridge import direct, launch, native, torch_ops
 
 try:
     import triton
@@ -44,9 +44,10 @@ SCORES = (HEAD_SIZE**-0.5, True, -1, -1, 0.0)
 ADD, EMPTY_TRITON = "torch add_", "Triton, 4 pointers, no work"
 WRITE, DECODE = "jaxpaged.reshape_and_cache", "jaxpaged.decode, out given"
 DIRECT_WRITE, DIRECT_DECODE = (f"{name} without the dispatcher" for name in ("reshape_and_cache", "decode, out given"))
+NATIVE = ", launched natively"
 BOUNDS = {
-    WRITE: (ADD, 1.1),
-    DECODE: (EMPTY_TRITON, 1.0),
+    WRITE + NATIVE: (ADD, 1.1),
+    DECODE + NATIVE: (EMPTY_TRITON, 1.0),
     DIRECT_WRITE: (ADD, 1.1),
     DIRECT_DECODE: (EMPTY_TRITON, 1.0),
 }
@@ -144,10 +145,11 @@ def launches_alone() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     for program in launch._programs.values():
-        for i, (run, call) in enumerate(zip(program.launches, program.calls.calls, strict=True)):
+        for i, (kernel, call) in enumerate(zip(program.kernels, program.calls.calls, strict=True)):
             memory = [torch.zeros(program.calls.sizes[b], dtype=torch.uint8, device="cuda") for b in call.buffers]
             addresses = b"".join(x.data_ptr().to_bytes(8, "little") for x in memory)
-            name = f"launch function alone, {len(call.buffers)} buffers, kernel {i + 1} of {len(program.launches)}"
+            name = f"launch function alone, {len(call.buffers)} buffers, kernel {i + 1} of {len(program.kernels)}"
+            run = kernel.launch
             found.setdefault(name, lambda run=run, memory=memory, addresses=addresses: run(stream, addresses))
     return found
 
@@ -243,6 +245,10 @@ def main(
     with torch.inference_mode():
         rows = measure(torch_calls() | triton_calls(x) | our_calls(x))
         rows += measure(launches_alone())
+        native.launch_natively()
+        calls = {name: call for name, call in our_calls(x).items() if "reshape" in name or ".decode" in name}
+        natively = {name + NATIVE: call for name, call in calls.items() if "dispatcher" not in name}
+        rows += measure(natively)
     table = Table(*HEADER, box=SIMPLE_HEAD)
     for row in cells(rows):
         table.add_row(*row)

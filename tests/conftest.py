@@ -32,6 +32,10 @@ def cuda() -> Iterator[None]:
         pytest.skip("PyTorch has no CUDA here")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip(f"needs a Hopper GPU, got {torch.cuda.get_device_name()}")
+    if os.environ.get("JAXPAGED_TEST_NATIVE"):  # see tests/bridge/test_native_gpu.py
+        from jaxpaged.bridge.native import launch_natively
+
+        launch_natively()
     torch.manual_seed(0)
     yield
     torch.cuda.synchronize()

@@ -10,7 +10,7 @@ from jaxpaged.bridge.alike import Alike, alike, never
 from jaxpaged.bridge.cache_shapes import check_one_device, places_of, refuse_addresses, tensor_names
 from jaxpaged.bridge.decode_shapes import DecodeShapes, ScoreOptions, decode_arguments, decode_shapes, heads_apart
 from jaxpaged.bridge.dlpack import refuse_grad
-from jaxpaged.bridge.launch import ALIGNMENT, program
+from jaxpaged.bridge.launch import ALIGNMENT, Launches, moved, program
 from jaxpaged.bridge.plan_calls import Planner
 from jaxpaged.bridge.process import forget_after_fork
 from jaxpaged.metadata.checks import check_shape
@@ -68,15 +68,12 @@ def decode_on_gpu(
       TypeError, ValueError: an argument doesn't fit; nothing has been written.
       NotImplementedError: the kernels don't take such a call.
     """
-    tensors: tuple[torch.Tensor, ...]
     tensors = (query, key_cache, value_cache, out, workspace, block_table, requests, shares)
-    how: Any = (max_query_len, batch_invariant, scale, causal, window_left, window_right, soft_cap)
+    how = (max_query_len, batch_invariant, scale, causal, window_left, window_right, soft_cap)
     optional = _NOTHING
     if not (slopes is sinks is k_scale is v_scale is lse is None):
         optional = _Optional(slopes, sinks, k_scale, v_scale, lse)
-        given = optional.given()
-        tensors += tuple(given.values())
-        how += tuple(given)
+        how, tensors = optional.asked(how, tensors)
     decoder = _last.get(how)
     if decoder is None or not decoder.alike(*tensors):
         decoder = _last[how] = _decoder_of(how, tensors, optional)
@@ -100,8 +97,26 @@ class _Optional(NamedTuple):
     def given(self) -> dict[str, torch.Tensor]:
         return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
 
+    def asked(self, how: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
+        """What is asked for, besides shapes, and the tensors that it takes, with those that are given here."""
+        given = self.given()
+        return how + tuple(given), tensors + tuple(given.values())
+
 
 _NOTHING = _Optional()
+
+
+def decode_launches(*arguments: Any) -> Launches:
+    """What a call of `decode_on_gpu` with these arguments launched just now."""
+    places = [0, 1, 2, 16, 6, 3, 4, 5]  # of the tensors in their order there
+    optional = dict(zip(_Optional._fields, (7, 8, 17, 18, 19), strict=True))
+    given = _Optional(**{name: arguments[i] for name, i in optional.items()})
+    how, tensors = given.asked(tuple(arguments[9:16]), tuple(arguments[i] for i in places))
+    decoder = _decoders[how, tensor_names(tensors)]
+    places += [optional[name] for name in given.given()]
+    apart = None if decoder.distance is None else (1, 2, decoder.distance)
+    kernels = tuple(moved(decoder.launch.kernels, places))
+    return Launches(kernels, arguments[1].get_device(), tuple(places[:5]), ALIGNMENT, apart)
 
 
 def _decoder_of(how: Any, tensors: tuple[torch.Tensor, ...], optional: _Optional) -> "_Decoder":

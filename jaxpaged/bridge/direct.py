@@ -14,11 +14,11 @@ from jaxpaged.bridge import torch_ops
 
 
 def _direct(name: str) -> Callable[..., Any]:
-    operator, on_gpu = getattr(torch.ops.jaxpaged, name).default, torch_ops.serving[name]
+    operator, serving = getattr(torch.ops.jaxpaged, name).default, torch_ops.serving
 
     def call(first: torch.Tensor, *others: Any) -> Any:
         if type(first) is torch.Tensor and first.is_cuda and not is_compiling():
-            return on_gpu(first, *others)
+            return serving[name](first, *others)
         return operator(first, *others)
 
     call.__name__ = call.__qualname__ = name

@@ -12,22 +12,20 @@ import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import torch
 
 from jaxpaged.bridge.kernel_calls import KernelCalls, kernel_calls
-from jaxpaged.bridge.mosaic_abi import Launch, UnavailableError, compile_kernel, cuda_driver, unavailable
+from jaxpaged.bridge.mosaic_abi import Kernel, UnavailableError, compile_kernel, cuda_driver, unavailable
 from jaxpaged.bridge.process import OncePerThread, forget_after_fork, refuse_after_fork
 from jaxpaged.pallas.tuned_file import packaged
 from jaxpaged.pallas.tuning import Gpu
 
 ALIGNMENT = 16
 """Bytes: where buffers that TMA reads and writes may begin."""
-Bound = Callable[[tuple[int, ...]], None]
-"""Launches a program on its device's current stream, given addresses; see `Program.bind`."""
 _WORKSPACE_ALIGNMENT = 256
 _MOST_KNOWN = 64
 """Workspaces whose buffers' addresses are remembered: the layers of a step share one."""
@@ -40,20 +38,65 @@ _current_device: Callable[[], int] = torch._C._cuda_getDevice if hasattr(torch._
 _stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
+class BoundKernel(NamedTuple):
+    """One of the launches of a `Bound`.
+
+    Attributes:
+      pointers: see `mosaic_abi.Kernel`.
+      buffers: of each the place of an address and how many bytes behind it the buffer begins; the place is -1 for
+        memory of the program's own, whose address takes the bytes' place.
+    """
+
+    pointers: tuple[int, int, int]
+    buffers: tuple[tuple[int, int], ...]
+
+
+class Bound(Protocol):
+    """Launches a program on its device's current stream, given addresses; see `Program.bind`.
+
+    Attributes:
+      program: whose constants must live as long.
+      kernels: what is launched, in order.
+    """
+
+    program: "Program"
+    kernels: tuple[BoundKernel, ...]
+
+    def __call__(self, addresses: tuple[int, ...], /) -> None: ...
+
+
+class Launches(NamedTuple):
+    """What a call of an operator launches on its arguments' memory, in words that need no Python; see `native.py`.
+
+    Attributes:
+      kernels: in order; places in them are those of the operator's arguments.
+      device: index of the CUDA device.
+      aligned: the arguments that must begin at a multiple of `alignment` bytes.
+      alignment: bytes.
+      apart: two arguments, and how many bytes behind the first the second must begin; or None.
+    """
+
+    kernels: tuple[BoundKernel, ...]
+    device: int
+    aligned: tuple[int, ...]
+    alignment: int
+    apart: tuple[int, int, int] | None
+
+
 class Program:
     """The compiled kernels of a function, in order.
 
     Attributes:
       calls: what is launched.
-      launches: how, kernel by kernel.
+      kernels: by which kernels.
       device: index of the CUDA device.
       offsets: of intermediate buffers in the workspace, by buffer.
       workspace_bytes: of memory for what one kernel leaves to the next.
       constants: tensors on the device, by buffer.
     """
 
-    def __init__(self, calls: KernelCalls, launches: Sequence[Launch], device: int):
-        self.calls, self.launches, self.device = calls, tuple(launches), device
+    def __init__(self, calls: KernelCalls, kernels: Sequence[Kernel], device: int):
+        self.calls, self.kernels, self.device = calls, tuple(kernels), device
         self.offsets, self.workspace_bytes = offsets_in_workspace(calls)
         self.constants = {buffer: torch.from_numpy(x).to(_device(device)) for buffer, x in calls.constants.items()}
 
@@ -79,17 +122,30 @@ class Program:
         places = dict(enumerate(arguments)) | dict(zip(calls.results, results, strict=True))
         # The program's own addresses come after those given.
         places |= {b: num_given + i for i, b in enumerate((*self.offsets, *self.constants))}
-        return self._launcher(num_given, places, workspace)
+        launch: Any = self._launcher(num_given, places, workspace)
+        launch.program, launch.kernels = self, self._bound_kernels(places, workspace)
+        bound: Bound = launch
+        return bound
 
-    def _launcher(self, num_given: int, places: dict[int, int], workspace: int | None) -> Bound:
+    def _bound_kernels(self, places: dict[int, int], workspace: int | None) -> tuple[BoundKernel, ...]:
+        at = {buffer: (place, 0) for buffer, place in places.items()}
+        at |= {buffer: (-1 if workspace is None else workspace, offset) for buffer, offset in self.offsets.items()}
+        at |= {buffer: (-1, x.data_ptr()) for buffer, x in self.constants.items()}
+        calls = zip(self.kernels, self.calls.calls, strict=True)
+        return tuple(BoundKernel(kernel.pointers, tuple(at[b] for b in call.buffers)) for kernel, call in calls)
+
+    def _launcher(
+        self, num_given: int, places: dict[int, int], workspace: int | None
+    ) -> Callable[[tuple[int, ...]], None]:
         """See `bind`. A launch is microseconds: all that is known beforehand is computed here."""
         device, offsets = self.device, tuple(self.offsets.values())
         constants = tuple(x.data_ptr() for x in self.constants.values())
         num_own, known = len(offsets) + len(constants), dict[int, tuple[int, ...]]()
         buffers = [places[b] for call in self.calls.calls for b in call.buffers]
         pick, pack = _picker(buffers), struct.Struct(f"{len(buffers)}P").pack
-        steps = tuple(zip(self.launches, _parts([8 * len(c.buffers) for c in self.calls.calls]), strict=True))
-        only = self.launches[0] if len(self.launches) == 1 else None
+        launches = [kernel.launch for kernel in self.kernels]
+        steps = tuple(zip(launches, _parts([8 * len(c.buffers) for c in self.calls.calls]), strict=True))
+        only = launches[0] if len(launches) == 1 else None
 
         def launch(addresses: tuple[int, ...]) -> None:
             if _current_device() != device:
@@ -116,8 +172,16 @@ class Program:
             for run, part in steps:
                 run(stream, packed[part])
 
-        launch.__dict__["program"] = self  # whose constants must live as long
         return launch
+
+
+def moved(kernels: Sequence[BoundKernel], places: Sequence[int], offsets: Sequence[int] = ()) -> list[BoundKernel]:
+    """Kernels that find at `places[i]` what they found at place i, or `offsets[i]` bytes behind."""
+    steps = dict(enumerate(offsets))
+    return [
+        BoundKernel(pointers, tuple((p, o) if p < 0 else (places[p], o + steps.get(p, 0)) for p, o in buffers))
+        for pointers, buffers in kernels
+    ]
 
 
 def program(function: Callable[..., Any], *arguments: Any, device: int, **options: Any) -> Program:

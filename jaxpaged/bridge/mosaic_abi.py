@@ -7,7 +7,7 @@ import ctypes
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jaxlib
 
@@ -18,6 +18,20 @@ SYMBOLS = ("MosaicGpuCompile", "MosaicGpuUnload")
 
 Launch = Callable[[ctypes.c_void_p, bytes], None]
 """Launches a kernel on a stream, given by its handle; the bytes are the addresses of its buffers, 64 bits each."""
+
+
+class Kernel(NamedTuple):
+    """A kernel that is loaded on a device.
+
+    Attributes:
+      launch: launches it.
+      pointers: addresses of the launch function, of the kernel's function and of the kernel, which is 0 where the
+        launch function takes none (jaxlib 0.11). That of 0.11 takes function, stream and buffers; that of 0.12 kernel,
+        function, stream, buffers and the device's index.
+    """
+
+    launch: Launch
+    pointers: tuple[int, int, int]
 
 
 class UnavailableError(RuntimeError):
@@ -34,7 +48,7 @@ def unavailable() -> str | None:
     return None
 
 
-def compile_kernel(module: bytes) -> Launch:
+def compile_kernel(module: bytes) -> Kernel:
     """Compile a kernel for the device of the current CUDA context, and load it there for good.
 
     Args:
@@ -51,7 +65,9 @@ def compile_kernel(module: bytes) -> Launch:
     function, launch, kernel = compiled[0], compiled[1], compiled[2]
     if not function or not launch:
         raise UnavailableError("MosaicGpuCompile returned no function to launch")
-    return _launcher(_version(), function, launch, kernel)
+    version = _version()
+    pointers = (launch, function, 0 if version < (0, 12) else kernel)
+    return Kernel(_launcher(version, function, launch, kernel), pointers)
 
 
 def _launcher(version: tuple[int, int], function: int, launch: int, kernel: int) -> Launch:

@@ -102,6 +102,7 @@ _fallbacks: dict[str, Callable[..., Any]] = {
     "prefill": prefill_by_dlpack,
 }
 _library = torch.library.Library("jaxpaged", "DEF")
+_gpu_libraries: dict[str, torch.library.Library] = {}
 
 
 def set_fallback(name: str, function: Callable[..., Any] | None) -> None:
@@ -117,6 +118,12 @@ def set_fallback(name: str, function: Callable[..., Any] | None) -> None:
         _fallbacks.pop(name, None)
     else:
         _fallbacks[name] = function
+
+
+def release_on_gpu(name: str) -> Callable[..., Any]:
+    """The function that serves an operator on a GPU, which serves it no more: another kernel can take its place."""
+    _gpu_libraries.pop(name)._destroy()
+    return serving[name]
 
 
 def _fallback(name: str, reason: str) -> Callable[..., Any]:
@@ -193,7 +200,8 @@ def _register() -> None:
     for name, schema in _SCHEMAS.items():
         _library.define(name + schema)
         serving[name] = _ON_GPU[name] if reason is None else _fallback(name, reason)
-        _library.impl(name, serving[name], "CUDA")
+        _gpu_libraries[name] = torch.library.Library("jaxpaged", "IMPL")
+        _gpu_libraries[name].impl(name, serving[name], "CUDA")
         _library.impl(name, _ON_CPU[name], "CPU")
         fake = _FAKES.get(name, lambda *args, **how: None)
         torch.library.register_fake(f"jaxpaged::{name}", fake, lib=_library)

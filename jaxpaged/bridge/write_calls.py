@@ -5,7 +5,7 @@ tensors like the last call's: then one comparison is all (`alike.py`).
 """
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jaxpaged.bridge.cache_shapes import (
 )
 from jaxpaged.bridge.dlpack import refuse_grad
 from jaxpaged.bridge.kernel_functions import write_rows
-from jaxpaged.bridge.launch import ALIGNMENT, Bound, program
+from jaxpaged.bridge.launch import ALIGNMENT, Bound, Launches, moved, program
 from jaxpaged.bridge.process import forget_after_fork
 from jaxpaged.bridge.torch_cache import ACTIVATION_DTYPES, check_ints
 from jaxpaged.metadata.buckets import next_bucket
@@ -35,6 +35,14 @@ _address = torch.Tensor.data_ptr
 _last: dict[Any, "_Writer"] = {}
 _writers: dict[Any, "_Writer"] = {}
 _sizes: dict[Any, set[int]] = {}
+
+
+_also_forgotten: list[Callable[[], None]] = []
+
+
+def forget_with_writers(forget: Callable[[], None]) -> None:
+    """Call a function whenever other launches may be better than those of earlier calls."""
+    _also_forgotten.append(forget)
 
 
 def forget_writers() -> None:
@@ -73,11 +81,7 @@ def write_on_gpu(
     Raises:
       TypeError, ValueError: an argument doesn't fit; nothing has been written.
     """
-    tensors: tuple[torch.Tensor, ...] = (key, value, key_cache, value_cache, slot_mapping)
-    how: Any = kv_cache_dtype
-    if kv_cache_dtype != "auto" and not (k_scale is None and v_scale is None):
-        tensors += tuple(x for x in (k_scale, v_scale) if x is not None)
-        how = (kv_cache_dtype, k_scale is None, v_scale is None)
+    how, tensors = _asked(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
     writer = _last.get(how)
     if writer is None or not writer.alike(*tensors):
         writer = _last[how] = _writer_of(how, tensors, kv_cache_dtype, k_scale, v_scale)
@@ -89,6 +93,37 @@ def write_on_gpu(
     if (k | v | k_cache | v_cache) & _MISALIGNED or (distance is not None and v_cache - k_cache != distance):
         refuse_addresses(distance, key=k, value=v, key_cache=k_cache, value_cache=v_cache)
     writer.launch(addresses)
+
+
+def write_launches(*arguments: Any) -> Launches | None:
+    """What a call of `write_on_gpu` with these arguments launched just now; None where PyTorch copied rows first."""
+    how, tensors = _asked(*arguments)
+    writer = _writers[how, tensor_names(tensors)]
+    if writer.copied:
+        return None
+    scales = [i for i in (6, 7) if len(tensors) > 5 and arguments[i] is not None]
+    places = (0, 1, 2, 3, 4, *scales)
+    kernels = [k for bound, offsets in writer.pieces for k in moved(bound.kernels, places, offsets)]
+    apart = None if writer.distance is None else (2, 3, writer.distance)
+    return Launches(tuple(kernels), tensors[0].get_device(), (0, 1, 2, 3), ALIGNMENT, apart)
+
+
+def _asked(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """What is asked for, besides shapes, and the tensors that it takes."""
+    tensors = (key, value, key_cache, value_cache, slot_mapping)
+    if kv_cache_dtype == "auto" or k_scale is v_scale is None:
+        return kv_cache_dtype, tensors
+    scales = tuple(x for x in (k_scale, v_scale) if x is not None)
+    return (kv_cache_dtype, k_scale is None, v_scale is None), tensors + scales
 
 
 def warm_up_writes(
@@ -117,6 +152,8 @@ def warm_up_writes(
         _bound(cache, key, slot_mapping, check_positive("num_tokens", size))
         sizes.add(size)
     forget_writers()
+    for forget in _also_forgotten:
+        forget()
 
 
 def _writer_of(
@@ -147,6 +184,7 @@ class _Writer:
       alike: whether tensors are such.
       distance: see `CacheShapes`.
       copied: whether the new keys and values have gaps between tokens, which the kernel doesn't take.
+      pieces: the launches for runs of tokens, and how many bytes behind each address they begin.
       launch: takes the addresses of key, value, key cache, value cache, slot mapping and scales that are given.
     """
 
@@ -168,24 +206,19 @@ class _Writer:
         self.copied = not (key.is_contiguous() and value.is_contiguous())
         num_tokens = min(key.shape[0], slot_mapping.shape[0])
         exact = _sizes.get(_class_of(cache, key, slot_mapping), ())
-        found = [(_bound(cache, key, slot_mapping, size), first) for first, size in pieces(num_tokens, exact)]
-        self.launch: Bound = _launch_nothing
-        if len(found) == 1:
-            ((self.launch, _),) = found
-        elif found:
-            self._pieces = [
-                (launch, tuple(first * _row_bytes(x) for x in (key, value, slot_mapping))) for launch, first in found
-            ]
-            self.launch = self._launch_pieces
+        key_bytes, value_bytes, slot_bytes = (_row_bytes(x) for x in (key, value, slot_mapping))
+        self.pieces: list[tuple[Bound, tuple[int, ...]]] = [
+            (_bound(cache, key, slot_mapping, size), (first * key_bytes, first * value_bytes, 0, 0, first * slot_bytes))
+            for first, size in pieces(num_tokens, exact)
+        ]
+        self.launch: Callable[[tuple[int, ...]], None] = self._launch_pieces
+        if len(self.pieces) == 1:
+            ((self.launch, _),) = self.pieces
 
     def _launch_pieces(self, addresses: tuple[int, ...]) -> None:
-        key, value, key_cache, value_cache, slots, *scales = addresses
-        for launch, (key_step, value_step, slot_step) in self._pieces:
-            launch((key + key_step, value + value_step, key_cache, value_cache, slots + slot_step, *scales))
-
-
-def _launch_nothing(addresses: tuple[int, ...]) -> None:
-    """There are no tokens."""
+        rows, scales = addresses[:5], addresses[5:]
+        for launch, offsets in self.pieces:
+            launch((*(x + offset for x, offset in zip(rows, offsets, strict=True)), *scales))
 
 
 def pieces(num_tokens: int, exact: Container[int] = ()) -> list[tuple[int, int]]:

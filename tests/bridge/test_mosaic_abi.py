@@ -81,7 +81,7 @@ def jax_launches(monkeypatch: pytest.MonkeyPatch, pointers: tuple[int, ...]) -> 
 def test_a_launch_is_the_one_of_the_installed_jax(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails after an upgrade, compare `_compile_as_torch_gpu_kernel` of both versions."""
     assert mosaic_abi.unavailable() is None
-    mosaic_abi.compile_kernel(MODULE)(ctypes.c_void_p(STREAM), struct.pack("3Q", *POINTERS))
+    mosaic_abi.compile_kernel(MODULE).launch(ctypes.c_void_p(STREAM), struct.pack("3Q", *POINTERS))
     (ours,) = plugin.launched
     assert ours[-len(POINTERS) - NEW :][: len(POINTERS)] == POINTERS
     assert STREAM in ours
@@ -99,7 +99,7 @@ def test_a_launch_by_the_other_abi_would_be_noticed(plugin: Plugin, monkeypatch:
     function, kernel = plugin.result[0], plugin.result[2]
     for version, first in (((0, 11), (function, STREAM)), ((0, 12), (kernel, function, STREAM))):
         monkeypatch.setattr(mosaic_abi, "_version", lambda version=version: version)
-        mosaic_abi.compile_kernel(MODULE)(ctypes.c_void_p(STREAM), struct.pack("3Q", *POINTERS))
+        mosaic_abi.compile_kernel(MODULE).launch(ctypes.c_void_p(STREAM), struct.pack("3Q", *POINTERS))
         assert seen.pop()[: len(first)] == first
 
 

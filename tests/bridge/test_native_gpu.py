@@ -1,0 +1,106 @@
+"""Operators in C++ on a GPU: the bits of Python's launches, on any stream, in CUDA graphs, and without Python.
+
+Their tests run in a process of their own, since it can't be undone. `JAXPAGED_TEST_NATIVE=1` has all tests of the
+operators run so.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
+
+SCRIPT = """
+    import torch
+    from gpu_steps import LAYERS, RAGGED, Model, new_cache, new_step, ops, per_head, scaled, tokens, unique_slots
+    from jaxpaged.bridge import decode_calls, native, torch_ops, write_calls
+
+    calls = []
+    for name in ("reshape_and_cache", "decode"):
+        function = torch_ops.serving[name]
+        torch_ops.serving[name] = lambda *arguments, function=function: (calls.append(1), function(*arguments))[0]
+
+    torch.manual_seed(0)
+    model = Model.new(8)
+    start = model.state()[LAYERS:]
+
+    def run(seed, call):
+        model.set(seed)
+        for x, old in zip((t for cache in model.caches for t in cache), start, strict=True):
+            x.copy_(old)
+        for out in model.outs:
+            out.fill_(torch.nan)
+        call()
+        torch.cuda.synchronize()
+        return model.state()
+
+    expected = [run(seed, model.run) for seed in range(4)]
+    steps = [new_step(RAGGED), per_head(new_step(RAGGED), sinks=True, slopes=True)]
+    steps += [new_step([9, 70], [3, 2], max_query_len=3)]
+    steps += [scaled("head", RAGGED, torch.float8_e4m3fn), scaled("token", RAGGED, torch.int8)]
+    lses = [step.new_lse() for step in steps]
+    outs = [step.attend(step.plan(), lse=lse) for step, lse in zip(steps, lses)]
+
+    native.launch_natively()
+    native.launch_natively()
+    run(0, model.run)
+    before = len(calls)
+    assert before > 0
+    for seed in range(4):
+        assert all(map(torch.equal, run(seed, model.run), expected[seed])), seed
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert all(map(torch.equal, run(1, model.run), expected[1]))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model.run()
+    for seed in range(4):
+        assert all(map(torch.equal, run(seed, graph.replay), expected[seed])), seed
+    assert len(calls) == before
+
+    for step, lse, out in zip(steps, lses, outs):
+        plan = step.plan()
+        for _ in range(2):
+            again = step.new_lse()
+            assert torch.equal(step.attend(plan, lse=again), out)
+            assert torch.equal(again, lse)
+    key, slots = tokens(23), unique_slots(23)
+    caches = [new_cache("HND"), new_cache("HN2D")]
+    for cache in caches:
+        expected = [x.clone() for x in cache]
+        write_calls.write_on_gpu(key, key, *expected, slots, "auto", None, None)
+        for _ in range(2):
+            ops.reshape_and_cache(key, key, *cache, slots, "auto", None, None)
+            assert all(map(torch.equal, cache, expected))
+    for bad, word in ((slots.cpu(), "slot_mapping"), (slots.float(), "slot_mapping"), (slots[::2], "slot_mapping")):
+        try:
+            ops.reshape_and_cache(key, key, *caches[0], bad, "auto", None, None)
+        except (TypeError, ValueError) as error:
+            assert word in str(error)
+        else:
+            raise AssertionError(word)
+
+    @torch.compile(fullgraph=True)
+    def compiled(key, value, slots):
+        ops.reshape_and_cache(key, value, *caches[1], slots, "auto", None, None)
+        return key + 1
+
+    compiled(key, key, slots)
+    print("done")
+"""
+
+
+def test_launches_without_python_have_pythons_bits() -> None:
+    folders = [str(Path(__file__).parent), *sys.path]
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.stdout.strip().endswith("done"), ran.stderr[-3000:]
