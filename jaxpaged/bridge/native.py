@@ -7,8 +7,11 @@ what that call did; whatever is new, and whatever is refused, is Python's.
 
 import ctypes
 import functools
+import os
 import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,11 +61,23 @@ def launcher() -> Any:
     """
     from torch.utils import cpp_extension
 
+    missing = [tool for tool in (os.environ.get("CXX", "c++"), "ninja") if shutil.which(tool, path=_tools()) is None]
+    if missing:
+        raise UnavailableError(f"{_SOURCE.name} can't be compiled: there is no {' and no '.join(missing)} here")
     version = re.sub(r"\W", "_", torch.__version__)
+    path = os.environ.get("PATH", "")
+    os.environ["PATH"] = _tools()
     try:
         return cpp_extension.load(f"jaxpaged_launcher_{version}", [str(_SOURCE)], extra_cflags=["-O2"])
     except (OSError, RuntimeError, ImportError, subprocess.SubprocessError) as error:
         raise UnavailableError(f"{_SOURCE.name} can't be compiled: {error}") from error
+    finally:
+        os.environ["PATH"] = path
+
+
+def _tools() -> str:
+    """Where programs are looked for: also beside Python, where pip puts ninja, in an environment not activated too."""
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
 
 
 def _device_functions() -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,9 +30,16 @@ from jaxpaged.bridge.write_calls import warm_up_writes, write_launches, write_on
 assert recorder  # a fixture of the tests here
 NAMESPACE = "jaxpaged_native_test"
 ON_GPU = {"reshape_and_cache": (write_on_gpu, write_launches), "decode": (decode_on_gpu, decode_launches)}
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja"
-)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Any:
+    try:
+        return native.launcher()
+    except UnavailableError as error:
+        if "there is no" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 class NativeRecorder(Recorder):
@@ -75,7 +81,7 @@ class NativeRecorder(Recorder):
 class Operators:
     """The operators as C++ serves them, on tensors of the CPU, and how often Python was called."""
 
-    def __init__(self, found: NativeRecorder) -> None:
+    def __init__(self, launcher: Any, found: NativeRecorder) -> None:
         self.recorder, self.python_calls, self.device = found, 0, -1
         self._current = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(ctypes.c_int32))(self._tell_device)
         self._stream = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))(tell_stream)
@@ -85,7 +91,7 @@ class Operators:
         for name, (function, launches) in ON_GPU.items():
             self._library.define(name + torch_ops._SCHEMAS[name])
             arguments = (NAMESPACE, name, "CPU", *addresses, self._counted(function), launches)
-            self.served[name] = native.launcher().Served(*arguments)
+            self.served[name] = launcher.Served(*arguments)
         self.write = getattr(torch.ops, NAMESPACE).reshape_and_cache
         self.decode = getattr(torch.ops, NAMESPACE).decode
 
@@ -118,12 +124,12 @@ def tell_stream(device: int, stream: Any) -> int:
 
 
 @pytest.fixture
-def operators(request: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operators]:
+def operators(request: Any, launcher: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operators]:
     found = NativeRecorder(getattr(request, "param", (0, 12)))
     monkeypatch.setattr(launch, "compile_kernel", found.compile)
     monkeypatch.setattr(write_calls, "_also_forgotten", [])
     monkeypatch.setattr(write_calls, "_sizes", {})
-    made = Operators(found)
+    made = Operators(launcher, found)
     yield made
     made.close()
 
@@ -343,6 +349,14 @@ def test_without_cuda_nothing_changes() -> None:
     assert torch_ops.serving == before
 
 
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_tools", lambda: "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UnavailableError, match=r"there is no c\+\+ and no ninja here"):
+        native.launcher.__wrapped__()
+
+
+@pytest.mark.usefixtures("launcher")
 def test_a_source_that_does_not_compile_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error no\n", encoding="utf-8")
