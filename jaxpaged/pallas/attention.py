@@ -214,7 +214,7 @@ def _plan_decode(
         batch,
         options,
         num_tokens=shape.num_tokens,
-        num_heads=shape.group * shape.dims.num_kv_heads,
+        num_heads=shape.group * shape.head_groups,
         max_query_len=shape.max_query_len,
         tile=shape.tile,
         num_shares=shape.num_shares,
@@ -257,7 +257,7 @@ def _cascade(
     shape = dataclasses.replace(shape, by_request=True)
     tiles = prefix_shape(query, cache, options, gpu)
     prefix = shared_prefix(cache, batch, math.lcm(shape.tile, tiles.tiling.step))
-    by_request = (batch.num_reqs, cache.num_kv_heads, shape.padded_v_size, shape.columns)
+    by_request = (batch.num_reqs, shape.head_groups, shape.padded_v_size, shape.columns)
     out = jax.new_ref(lax.empty(by_request, jnp.float32))
     part_lse, part_out = attend_to_prefix(query, cache, prefix, options, tiles, interpret)
     kind = {"others_elsewhere": False, "batch_invariant": False, "skip": prefix.tokens}

@@ -50,7 +50,7 @@ def combine(
         needs `whole_lse`, see `decode`.
 
     Returns:
-      With `return_lse` the lses of requests in parts [num_reqs, num_kv_heads, columns] in units of log 2, and anything
+      With `return_lse` the lses of requests in parts [num_reqs, head_groups, columns] in units of log 2, and anything
       for the others; else None.
     """
     chunks = shape.padded_v_size // CHUNK
@@ -59,7 +59,7 @@ def combine(
     given |= {} if lse is None else {"whole_lse": whole_lse, "lse": lse}
     operands = {name: x for name, x in given.items() if x is not None}
     names = (*operands, *(["merged_lse"] if return_lse else []))  # the last is the kernel's result
-    heads, num_reqs = shape.dims.num_kv_heads, plan.requests.shape[0] - 1
+    heads, num_reqs = shape.head_groups, plan.requests.shape[0] - 1
     merged_lse = [jax.ShapeDtypeStruct((num_reqs, heads, shape.columns), jnp.float32)] if return_lse else []
     at_once = MANY if shape.num_shares > 4 * num_reqs else FEW
     at_once = max(2, at_once * 8 // shape.columns)
@@ -173,7 +173,7 @@ def _combine(
 
 
 def rows_of_requests(x: Any, shape: DecodeShape, batch: PagedBatch) -> Any:
-    """[num_reqs, num_kv_heads, .., columns] as [num_tokens, num_kv_heads, .., group]; other rows get anything."""
+    """[num_reqs, head_groups, .., columns] as [num_tokens, head_groups, .., group]; other rows get anything."""
     request, index = row_requests(batch, shape.num_tokens)
     by_column = x[jnp.minimum(request, batch.num_reqs - 1)]
     if shape.max_query_len == 1:

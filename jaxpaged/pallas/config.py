@@ -18,6 +18,8 @@ SMEM_BYTES = 232_448
 """Shared memory that a CTA may have."""
 LEAST_TILE = 64
 MOST_DECODED_ROWS = 64
+MOST_SHARED_ROWS = 32
+"""Of all heads that share a tile: most scores of each are of no use."""
 SMEM_BYTES_OF_TWO = 115_712
 """Shared memory that each of two CTAs of a multiprocessor may have."""
 ALIGNMENT = 1024
@@ -56,7 +58,8 @@ def decode_config(
     """The shape of decode for requests of up to `max_query_len` new tokens."""
     group = query.shape[1] // cache.num_kv_heads
     tiles = gpu.decode_tiles(decode_call(query, cache, batch, batch_invariant, max_query_len))
-    rows = group * max_query_len
+    heads = _heads_of_a_tile(cache, group * max_query_len, tiles.heads)
+    rows = heads * group * max_query_len
     tile = tiles.tile if _stages_that_fit(cache, rows, tiles.tile) >= 2 else LEAST_TILE
     of_two = _stages_that_fit(cache, rows, tile, room=SMEM_BYTES_OF_TWO)
     ctas_per_sm = tiles.ctas_per_sm if of_two >= 3 else 1
@@ -66,7 +69,7 @@ def decode_config(
         places = min(tiles.most_stages, _stages_that_fit(cache, rows, tile, n)) // n * n
         if warpgroups == 1 and places >= max(n, 3):
             warpgroups, stages = n, places
-    num_shares = max(1, ctas_per_sm * gpu.num_sms // cache.num_kv_heads)
+    num_shares = max(1, ctas_per_sm * gpu.num_sms * heads // cache.num_kv_heads)
     return DecodeShape(
         layout=cache.layout,
         dims=cache.dims,
@@ -76,13 +79,25 @@ def decode_config(
         buffer_dtype=cache.key.dtype,
         out_dtype=out_dtype,
         num_tokens=query.shape[0],
-        group=group,
+        heads=heads,
+        group=group * heads,
         max_query_len=max_query_len,
         num_shares=batch.num_reqs if batch_invariant else num_shares,
-        tile=tile,
+        tile=tile // heads,
         stages=stages,
         warpgroups=warpgroups,
-        fewest_tiles=tiles.fewest_tiles,
+        fewest_tiles=tiles.fewest_tiles * heads,
+    )
+
+
+def _heads_of_a_tile(cache: KVCache, rows: int, wanted: int) -> int:
+    """As many kv heads as are wanted, or fewer, that share a tile, of `rows` rows each."""
+    if cache.quantized:  # whose numbers and scales are widened head by head
+        return 1
+    return next(
+        n
+        for n in (8, 4, 2, 1)
+        if n <= wanted and (n == 1 or n * rows <= MOST_SHARED_ROWS) and cache.num_kv_heads % n == 0
     )
 
 

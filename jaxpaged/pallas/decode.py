@@ -5,6 +5,10 @@ brings blocks to shared memory by TMA, into a ring of tiles; the other computes.
 times the query heads of the kv head's group, are few, so they are the narrow side of the products: S^T = K Q^T and
 O^T = V^T P^T, which take 64 positions by as many rows as there are, to a multiple of 8.
 
+Where several kv heads share a tile, each has its part of the 64: fewer positions of more heads, whose numbers lie side
+by side in memory, which is read faster so. Rows are those of all these heads; a score of one's row and another's key
+counts as masked.
+
 Whole requests go to the output; parts of requests to a workspace, for `combine.py`.
 """
 
@@ -85,7 +89,8 @@ class DecodeShape:
     Attributes:
       query_dtype, dtype: of the queries, and of the products.
       cache_dtype, buffer_dtype: of the numbers in the cache, and of the buffers that hold them.
-      group: query heads a kv head.
+      heads: kv heads that share a tile.
+      group: query heads of these.
       max_query_len: new tokens a request.
       tile, stages: positions a tile, and tiles in the ring.
       warpgroups: that compute; their number divides that of stages.
@@ -104,6 +109,7 @@ class DecodeShape:
     buffer_dtype: Any
     out_dtype: Any
     num_tokens: int
+    heads: int
     group: int
     max_query_len: int
     num_shares: int
@@ -124,8 +130,18 @@ class DecodeShape:
         """Rows to a multiple of 8, the narrow side of the products."""
         return -(-self.rows // 8) * 8
 
+    @property
+    def head_groups(self) -> int:
+        """How many times as many kv heads there are as share a tile."""
+        return self.dims.num_kv_heads // self.heads
+
+    @property
+    def scores(self) -> tuple[int, int]:
+        """The shape of a tile's scores."""
+        return self.tile * self.heads, self.columns
+
     def tiles(self, which: Any) -> PagedTiles:
-        return PagedTiles(which, self.layout, self.dims, self.buffer_dtype, self.tile, self.stages)
+        return PagedTiles(which, self.layout, self.dims, self.buffer_dtype, self.tile, self.stages, self.heads)
 
     @property
     def quantized(self) -> bool:
@@ -230,7 +246,7 @@ def reduction_bytes(shape: DecodeShape) -> int:
 
 def workspace_types(shape: DecodeShape, num_reqs: int) -> tuple[Any, Any, Any]:
     """Of the parts' outputs and lses, and of whole requests' lses; see `decode`."""
-    heads, parts = shape.dims.num_kv_heads, 2 * shape.num_shares
+    heads, parts = shape.head_groups, 2 * shape.num_shares
     return (
         jax.ShapeDtypeStruct((parts, heads, shape.padded_v_size, shape.columns), jnp.float32),
         jax.ShapeDtypeStruct((parts, heads, shape.columns), jnp.float32),
@@ -258,9 +274,9 @@ def decode(
         kernel; needed if it overlaps another one.
 
     Returns:
-      Parts' outputs [2 * num_shares, num_kv_heads, padded v_head_size, columns] float32 and lses [2 * num_shares,
-      num_kv_heads, columns] in units of log 2 (part 2 i starts a request in share i, part 2 i + 1 goes on with it), and
-      whole requests' lses [num_reqs, num_kv_heads, columns].
+      Parts' outputs [2 * num_shares, head_groups, padded v_head_size, columns] float32 and lses [2 * num_shares,
+      head_groups, columns] in units of log 2 (part 2 i starts a request in share i, part 2 i + 1 goes on with it), and
+      whole requests' lses [num_reqs, head_groups, columns].
     """
     slopes, sinks = per_column(options.alibi_slopes, shape), per_column(options.sinks, shape)
     inputs = Operands(
@@ -282,7 +298,7 @@ def decode(
     made: Any = kernel(
         functools.partial(_allocate, shape, options, interpret, (*given, *results)),
         out_type=workspace_types(shape, batch.num_reqs) if workspace is None else (),
-        grid=(shape.dims.num_kv_heads, shape.num_shares),
+        grid=(shape.head_groups, shape.num_shares),
         grid_names=("head", "share"),
         num_threads=shape.warpgroups + 1,
         thread_name="wg",
@@ -297,11 +313,11 @@ def decode(
 
 
 def per_column(x: Any, shape: DecodeShape) -> Any:
-    """Values per query head [.., num_heads] as [.., num_kv_heads, columns] float32, in the order of rows; as they are
+    """Values per query head [.., num_heads] as [.., head_groups, columns] float32, in the order of rows; as they are
     where they have three axes already."""
     if x is None or x.ndim == 3:
         return x
-    by_group = x.astype(jnp.float32).reshape(-1, shape.dims.num_kv_heads, shape.group)
+    by_group = x.astype(jnp.float32).reshape(-1, shape.head_groups, shape.group)
     rows = jnp.tile(by_group, shape.max_query_len)
     return jnp.pad(rows, [(0, 0), (0, 0), (0, shape.columns - shape.rows)])
 
@@ -339,7 +355,7 @@ def _allocate(
         q=queries,
         k=keys.smem(interpret),
         v=values.smem(interpret),
-        p=plgpu.SMEM((*each, shape.columns, shape.tile), shape.dtype, transforms=swizzled(shape.dtype)),
+        p=plgpu.SMEM((*each, *reversed(shape.scores)), shape.dtype, transforms=swizzled(shape.dtype)),
         o=plgpu.RefUnion(
             plgpu.SMEM((shape.columns, shape.padded_v_size), shape.out_dtype),
             plgpu.SMEM((shape.padded_v_size, shape.columns), jnp.float32),
@@ -409,7 +425,7 @@ def _load(shape: DecodeShape, operands: Operands, memory: Memory, interpret: Int
     )
 
     def load(*streams: Stream) -> None:
-        _for_each_piece(operands, lambda piece, pieces, tiles: _load_tiles(operands, streams, piece, tiles))
+        _for_each_piece(operands, lambda piece, pieces, tiles: _load_tiles(shape, operands, streams, piece, tiles))
 
     def load_queries() -> None:
         _for_each_piece(operands, lambda piece, pieces, tiles: _load_query(shape, operands, memory, piece, pieces))
@@ -417,7 +433,7 @@ def _load(shape: DecodeShape, operands: Operands, memory: Memory, interpret: Int
     def load_in_turn() -> None:
         def load_piece(piece: Piece, pieces: Any, tiles: Any) -> None:
             _load_query(shape, operands, memory, piece, pieces)
-            _load_tiles(operands, (keys, values), piece, tiles)
+            _load_tiles(shape, operands, (keys, values), piece, tiles)
 
         pieces, tiles = _for_each_piece(operands, load_piece)
         drain(memory.q_empty, pieces, 2)
@@ -430,8 +446,8 @@ def _load(shape: DecodeShape, operands: Operands, memory: Memory, interpret: Int
         one_warp_each(lambda: load(keys), lambda: load(values), load_queries)
 
 
-def _load_tiles(operands: Operands, streams: Sequence[Stream], piece: Piece, tiles: Any) -> None:
-    head = lax.axis_index("head")
+def _load_tiles(shape: DecodeShape, operands: Operands, streams: Sequence[Stream], piece: Piece, tiles: Any) -> None:
+    head = lax.axis_index("head") * shape.heads
     span = Span(piece.request, piece.kv_len, head, piece.first_tile, piece.count, operands.kept_tiles)
     load_tiles(streams, operands.table, span, tiles)
 
@@ -497,7 +513,7 @@ def _empty_state(shape: DecodeShape) -> Softmax:
     sizes = shape.tiles("value").part_sizes
     acc = tuple(plgpu.layout_cast(jnp.zeros((n, shape.columns), jnp.float32), plgpu.Layout.WGMMA) for n in sizes)
     peak = plgpu.layout_cast(jnp.full((shape.columns,), -jnp.inf, jnp.float32), BY_ROW)
-    total = plgpu.layout_cast(jnp.zeros((shape.tile, shape.columns), jnp.float32), plgpu.Layout.WGMMA)
+    total = plgpu.layout_cast(jnp.zeros(shape.scores, jnp.float32), plgpu.Layout.WGMMA)
     return Softmax(peak, total, acc)
 
 
@@ -547,7 +563,7 @@ def _step(
     else:
         queries = [transposed(memory.q.tensor_core.at[q_slot * keys.chunks + c]) for c in range(keys.chunks)]
         chunks = [(keys.chunk(memory.k, slot, c), q) for c, q in enumerate(queries)]
-        s = dot(chunks, (shape.tile, shape.columns), interpret)
+        s = dot(chunks, shape.scores, interpret)
         plgpu.barrier_arrive(memory.k_empty.at[slot])
 
     place = _place(shape, options, operands, piece, tile)
@@ -558,6 +574,8 @@ def _step(
         if readable is not None:
             keep &= readable(s.shape)
         s = jnp.where(keep, s, -jnp.inf)
+    if shape.heads > 1:
+        s = jnp.where(_of_one_head(shape), s, -jnp.inf)
     peak = jnp.maximum(state.peak, maximum(shape, memory, s, interpret) * factor)
     # A row may have nothing to attend to so far: then any finite shift gives exp2(-inf) = 0 where -inf would give NaN.
     shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked or options.score_mod is not None else peak
@@ -585,8 +603,16 @@ def _step(
     return Softmax(peak, total, acc)
 
 
+def _of_one_head(shape: DecodeShape) -> Any:
+    """Which scores of a tile are of a key and a query of one kv head."""
+    size = shape.scores
+    column = lax.rem(iota(size, 1), jnp.full(size, shape.group, jnp.int32))
+    first = iota(size, 0) - shape.tiles("key").position(size, 0)  # of the rows of the key's head
+    return lax.div(column, jnp.full(size, shape.group // shape.heads, jnp.int32)) * shape.tile == first
+
+
 def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, piece: Piece, tile: Any) -> TilePlace:
-    size = (shape.tile, shape.columns)
+    size = shape.scores
 
     def token() -> Any:
         return lax.div(iota(size, 1), jnp.full(size, shape.group, jnp.int32))
@@ -600,7 +626,7 @@ def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, pi
         return token() + first if shape.max_query_len > 1 else first
 
     def kv_pos() -> Any:
-        return iota(size, 0) + tile * shape.tile
+        return shape.tiles("key").position(size, 0) + tile * shape.tile
 
     slope = None
     if operands.slopes is not None:
@@ -624,9 +650,9 @@ def _used_values(
     layout: Any = plgpu.Layout.WGMMA,
     first: int = 0,
 ) -> Any:
-    """For an array whose rows are a tile's positions from `first` on, to which of them some row may attend."""
+    """For an array whose rows are a tile's from `first` on, to which of their positions some row may attend."""
     low, high = attended_range(options, piece.kv_len - piece.q_len, piece.kv_len - 1, piece.kv_len)
-    position = iota(size, 0, layout) + (tile * shape.tile + first)
+    position = shape.tiles("value").position(size, 0, layout, first) + tile * shape.tile
     used = (position >= low) & (position < high)
     return used if readable is None else used & readable(size, layout=layout, first=first)
 

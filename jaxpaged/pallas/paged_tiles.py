@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ def chunk_slice(c: int, head_size: int, columns: int = CHUNK) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PagedTiles:
-    """A ring of tiles of keys or of values of one kv head.
+    """A ring of tiles of keys or of values of one kv head, or of several: one head's rows after the other's.
 
     Heads whose size is no multiple of `CHUNK` are padded with zeros in shared memory: TMA writes them past a row's end.
     """
@@ -93,6 +94,12 @@ class PagedTiles:
     dtype: Any
     tile: int
     stages: int
+    heads: int = 1
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile: its positions, for each head."""
+        return self.tile * self.heads
 
     @property
     def head_size(self) -> int:
@@ -120,14 +127,16 @@ class PagedTiles:
     @property
     def copies(self) -> int:
         """Copies that fill a tile."""
-        return self.tile // self.rows * (1 if self._whole else self.chunks)
+        return self.heads * (self.tile // self.rows) * (1 if self._whole else self.chunks)
 
     def smem(self, interpret: Interpreter | None) -> Any:
         if self._whole:
             return plgpu.SMEM(
-                (self.stages, self.tile, self.head_size), self.dtype, transforms=swizzled(self.dtype, self.row_columns)
+                (self.stages, self.tile_rows, self.head_size),
+                self.dtype,
+                transforms=swizzled(self.dtype, self.row_columns),
             )
-        return two_views((self.stages * self.chunks, self.tile, CHUNK), self.dtype, interpret)
+        return two_views((self.stages * self.chunks, self.tile_rows, CHUNK), self.dtype, interpret)
 
     def views(self, ref: Any, interpret: Interpreter | None) -> Any:
         """What the other methods take for the shared memory that `smem` allocated."""
@@ -148,6 +157,11 @@ class PagedTiles:
         firsts = [tile * self.tile + j for j in range(0, self.tile, self.rows)]
         return tuple(table[request, jnp.minimum(lax.div(first, block_size), last_block)] for first in firsts)
 
+    def position(self, size: tuple[int, ...], axis: int, layout: Any = plgpu.Layout.WGMMA, first: int = 0) -> Any:
+        """For an array with a tile's rows from `first` on along an axis, their positions in the tile."""
+        row = iota(size, axis, layout) + first
+        return row if self.heads == 1 else lax.rem(row, jnp.full(size, self.tile, jnp.int32))
+
     def readable(
         self,
         table: Any,
@@ -160,8 +174,8 @@ class PagedTiles:
         first: int = 0,
         layout: Any = plgpu.Layout.WGMMA,
     ) -> Any:
-        """For an array with a tile's positions from `first` on along an axis, which lie in a block that exists."""
-        position = iota(size, axis, layout) + first
+        """For an array with a tile's rows from `first` on along an axis, which lie in a block that exists."""
+        position = self.position(size, axis, layout, first)
         missing = jnp.zeros(size, jnp.int32)
         for j, block in enumerate(self.blocks(table, request, tile, self.last_block(kv_len))):
             mine = (position >= j * self.rows) & (position < (j + 1) * self.rows)
@@ -178,9 +192,10 @@ class PagedTiles:
             yield known, pl.ds(offset, self.rows), pl.ds(j * self.rows, self.rows)
 
     def copy(self, buffer: Any, smem: Any, slot: Any, blocks: Any, tile: Any, head: Any, barrier: Any) -> None:
-        """Start filling a slot of the ring with the rows of a tile."""
-        for block, rows, target in self._copies(blocks, tile):
-            index = functools.partial(rows_index, self.layout, self.dims, self.which, block, rows, head)
+        """Start filling a slot of the ring with the rows of a tile, whose first head is `head`."""
+        for (block, rows, place), h in itertools.product(self._copies(blocks, tile), range(self.heads)):
+            target = pl.ds(h * self.tile + place.start, place.size)
+            index = functools.partial(rows_index, self.layout, self.dims, self.which, block, rows, head + h)
             if self._whole:
                 plgpu.copy_gmem_to_smem(buffer.at[index()], smem.at[slot, target, :], barrier.at[slot])
                 continue
@@ -223,7 +238,7 @@ class PagedTiles:
         self, smem: Any, slot: Any, rows: int | None = None, first: int = 0, columns: Any = slice(None)
     ) -> list[Any]:
         """Rows of a tile in as few pieces as can be, [rows, columns] each."""
-        where = slice(None) if rows in (None, self.tile) else pl.ds(first, rows)
+        where = slice(None) if rows in (None, self.tile_rows) else pl.ds(first, rows)
         if self._whole:
             return [smem.at[slot, where, columns]]
         return [smem.tensor_core.at[slot * self.chunks + c, where, :] for c in range(self.chunks)]
@@ -247,7 +262,7 @@ def tile_at(listed: Any, place: Any) -> Any:
 
 
 class Span(NamedTuple):
-    """Tiles of a request and a kv head: `count` consecutive ones, or places in a list."""
+    """Tiles of a request and its kv heads from `head` on: `count` consecutive ones, or places in a list."""
 
     request: Any
     kv_len: Any

@@ -18,11 +18,13 @@ class DecodeTiles:
     """How decode is cut up. Where something doesn't fit in shared memory, the kernel gets less of it.
 
     Attributes:
-      tile: positions a tile.
+      tile: rows of keys a tile: positions, for each head of those that share it.
       ctas_per_sm: CTAs that a multiprocessor has at one time: the work of all kv heads is cut into as many shares.
       most_stages: tiles in the ring.
-      fewest_tiles: in a share; splitting further costs more than it gains.
+      fewest_tiles: of one head in a share; splitting further costs more than it gains.
       warpgroups: of a CTA that compute, each every so many-th tile; more than one where one CTA has a multiprocessor.
+      heads: kv heads that share a tile, for caches of the query's dtype; fewer where there are no multiple of so many,
+        or many rows.
     """
 
     tile: int
@@ -30,6 +32,7 @@ class DecodeTiles:
     most_stages: int
     fewest_tiles: int
     warpgroups: int = 1
+    heads: int = 1
 
     def refusal(self) -> str | None:
         """Why the kernel can't be cut up like this, or None."""
@@ -41,6 +44,8 @@ class DecodeTiles:
             return f"most_stages: expected 2 to {MOST_STAGES}, got {self.most_stages}"
         if not 1 <= self.warpgroups <= (MOST_WARPGROUPS if self.ctas_per_sm == 1 else 1):
             return f"warpgroups: expected 1, or with one CTA up to {MOST_WARPGROUPS}, got {self.warpgroups}"
+        if self.heads not in (1, 2, 4, 8):  # TMA takes 8 rows at least
+            return f"heads: expected 1, 2, 4 or 8, got {self.heads}"
         return None if self.fewest_tiles >= 1 else f"fewest_tiles: expected 1 or more, got {self.fewest_tiles}"
 
 

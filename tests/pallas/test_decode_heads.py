@@ -1,0 +1,47 @@
+"""Decode with tiles that several kv heads share."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jaxpaged.pallas import decode
+from jaxpaged.pallas.tuning import DecodeTiles, Rule, ShapeClass, gpu_of, tuned_for
+from jaxpaged.testing.cases import Case
+from jaxpaged.testing.doors import DOORS
+from jaxpaged.testing.verify import compare
+
+FEW = dataclasses.replace(gpu_of(), num_sms=4)
+"""With few multiprocessors, CTAs have many tiles and parts of several requests."""
+SIZES: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "dtype": "bfloat16"}
+CASES = [
+    Case("fewer positions than a tile", (1, 1, 0, 1, 1), (7, 17, 0, 33, 1)),
+    Case("parts of requests", (1, 1, 1), (600, 1, 300)),
+    Case("new tokens", (2, 1, 2), (300, 66, 90)),
+    Case("heads of 96", (1, 1), (300, 66), head_size=96),
+    Case("heads of two sizes", (1, 1), (200, 66), head_size=64, v_head_size=128),
+    Case("blocks of 8", (1, 1), (100, 33), block_size=8),
+    Case("blocks of 32", (1, 1), (100, 33), block_size=32),
+    Case("window", (1, 1), (300, 100), options=(("window", (49, 0)), ("sinks", None))),
+    Case("slopes and a cap", (1, 1, 2), (300, 100, 20), options=(("alibi", None), ("soft_cap", 3.0))),
+    Case("blocks out of range", (1, 1, 1), (100, 300, 90), bad_blocks=True, options=(("alibi", None),)),
+    Case("float8", (1, 1), (70, 9), cache_dtype="float8_e4m3fn", scales="head", head_size=64),
+    Case("HND", (1, 1), (150, 66), layout="HND"),
+    Case("HN2D", (1, 1), (150, 66), layout="HN2D"),
+    Case("a group of 3", (1, 1), (150, 66), num_heads=24, num_kv_heads=8),
+]
+
+
+@pytest.mark.parametrize("heads", [2, 4, 8])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_results_are_the_definitions(kernels: None, monkeypatch: pytest.MonkeyPatch, case: Case, heads: int) -> None:
+    shapes: list[Any] = []
+    allocate = decode._allocate
+    monkeypatch.setattr(decode, "_allocate", lambda shape, *args: [shapes.append(shape), allocate(shape, *args)][1])
+    case = dataclasses.replace(case, **{k: v for k, v in SIZES.items() if k == "dtype" or case.num_heads != 24})
+    with tuned_for(dataclasses.replace(FEW, decode=(Rule(ShapeClass(), DecodeTiles(64, 2, 6, 1, 1, heads)),))):
+        result = compare(case, "kernels", DOORS["kernels"])
+    assert result.skipped is None
+    assert result.ok, result
+    expected = 1 if case.cache_dtype else heads
+    assert {(shape.heads, shape.tile * shape.heads) for shape in shapes} == {(expected, 64)}
