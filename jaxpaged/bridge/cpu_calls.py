@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from jaxpaged.attention import paged_attention
+from jaxpaged.bridge.decode_calls import by_query_head
 from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_cut, decode_shapes
 from jaxpaged.bridge.dlpack import on_cpu, share_kv_cache, to_numpy, to_torch
 from jaxpaged.bridge.plan_calls import Plan
@@ -120,13 +121,14 @@ def decode_on_cpu(
     scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
     how: tuple[Any, ...] = (max_query_len, batch_invariant, scores, k_scale, v_scale)
     found = decode_shapes(query, key_cache, value_cache, block_table, *how)
-    group, num_reqs = found.shape.group, block_table.shape[0]
-    by_head = [None if x is None else x[..., :group].reshape(-1, query.shape[1]) for x in (slopes, sinks)]
+    num_reqs = block_table.shape[0]
+    kind = {"num_kv_heads": key_cache.shape[2], "max_query_len": max_query_len}
+    slopes, sinks = by_query_head(slopes, **kind), by_query_head(sinks, **kind)
     cache = (key_cache, value_cache, k_scale, v_scale)
     lens, starts = requests[:num_reqs, field.KV_LEN], requests[: num_reqs + 1, field.Q_START]
     batch = (block_table, lens, starts, max_query_len)
     lses = None if lse is None else lse.T
-    _attend(query, cache, batch, found.options, by_head[0], by_head[1], batch_invariant, out, lses)
+    _attend(query, cache, batch, found.options, slopes, sinks, batch_invariant, out, lses)
 
 
 def plan_prefill_on_cpu(

@@ -134,8 +134,9 @@ def _decoder_of(how: Any, tensors: tuple[torch.Tensor, ...], optional: _Optional
 
 
 def by_column(x: torch.Tensor, *, num_kv_heads: int, max_query_len: int, name: str = "sinks") -> torch.Tensor:
-    """Values per query head [num_heads] or [num_reqs, num_heads] in the order of the kernel's rows, float32.
+    """Values per query head [num_heads] or [num_reqs, num_heads] as [1 or num_reqs, 1, num_heads * max_query_len + 8].
 
+    In float32, in the order of the kernel's rows: kv head by kv head, token by token; 8 more so that it may read on.
     Made once for each layer's sinks or slopes, not in every call.
     """
     num_heads = x.shape[-1]
@@ -143,7 +144,14 @@ def by_column(x: torch.Tensor, *, num_kv_heads: int, max_query_len: int, name: s
         raise ValueError(f"{name}: expected a multiple of {num_kv_heads} heads, [num_reqs,] num_heads, got {x.shape}")
     group = num_heads // num_kv_heads
     rows = x.float().reshape(-1, num_kv_heads, group).tile(max_query_len)
-    return torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8)).contiguous()
+    return torch.nn.functional.pad(rows.reshape(len(rows), 1, -1), (0, 8)).contiguous()
+
+
+def by_query_head(x: torch.Tensor | None, *, num_kv_heads: int, max_query_len: int) -> torch.Tensor | None:
+    """What `by_column` was made of, [1 or num_reqs, num_heads]; None of None."""
+    if x is None:
+        return None
+    return x[:, 0, :-8].reshape(len(x), num_kv_heads, max_query_len, -1)[:, :, 0].reshape(len(x), -1)
 
 
 def warm_up_decode(
@@ -253,12 +261,17 @@ def _check_written(query: torch.Tensor, v_head_size: int, out: torch.Tensor, lse
             raise TypeError(f"{name}: expected a compact tensor of {dtype}, got {x.dtype}, strides {x.stride()}")
 
 
+def columns_shape(shape: DecodeShape) -> tuple[int, int]:
+    """The last two axes of what `by_column` makes."""
+    return 1, shape.head_groups * shape.rows + 8
+
+
 def _check_columns(shape: DecodeShape, num_reqs: int, **tensors: torch.Tensor | None) -> None:
     for name, x in tensors.items():
         if x is None:
             continue
         rows = (1, num_reqs) if name == "slopes" else (1,)
-        expected = (shape.dims.num_kv_heads, shape.columns)
+        expected = columns_shape(shape)
         if x.ndim != 3 or x.shape[0] not in rows or tuple(x.shape[1:]) != expected or x.dtype != torch.float32:
             raise ValueError(
                 f"{name}: expected what by_column makes, float32 [{rows}, *{expected}], got {tuple(x.shape)}"

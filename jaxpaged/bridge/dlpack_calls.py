@@ -14,6 +14,7 @@ import torch
 from jaxpaged.attention import paged_attention
 from jaxpaged.bridge.cache_shapes import check_one_device
 from jaxpaged.bridge.copy_calls import Blocks, block_pairs, blocks_of_layers, blocks_to_swap, swap_between_devices
+from jaxpaged.bridge.decode_calls import by_query_head
 from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_shapes, plan_sizes
 from jaxpaged.bridge.dlpack import ALIGNMENT, tensor_cache, words_to_slots
 from jaxpaged.bridge.plan_calls import Plan
@@ -142,12 +143,20 @@ def decode_by_dlpack(
     how: Any = (max_query_len, batch_invariant, scores, k_scale, v_scale)
     found = decode_shapes(query, key_cache, value_cache, block_table, *how)
     check_shape("requests", requests.shape, (found.rows + 1, field.NUM_FIELDS))
-    num_reqs, num_heads, group = block_table.shape[0], query.shape[1], found.shape.group
+    num_reqs = block_table.shape[0]
+    kind = {"num_kv_heads": key_cache.shape[2], "max_query_len": max_query_len}
     lens, starts = requests[:num_reqs, field.KV_LEN], requests[: num_reqs + 1, field.Q_START]
-    by_head = [None if x is None else x[..., :group].reshape(-1, num_heads) for x in (slopes, sinks)]
     cache = tensor_cache(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale)
     attend = _Attention.of(scores, max_query_len, batch_invariant, block_table)
-    attend.write(cache, query, block_table, (lens, starts), by_head, out, None if lse is None else lse.T)
+    attend.write(
+        cache,
+        query,
+        block_table,
+        (lens, starts),
+        [by_query_head(x, **kind) for x in (slopes, sinks)],
+        out,
+        None if lse is None else lse.T,
+    )
 
 
 def plan_prefill_by_dlpack(

@@ -11,6 +11,7 @@ import torch
 
 from jaxpaged.bridge import kernel_functions
 from jaxpaged.bridge.cache_shapes import check_one_device, places_of, refuse_addresses, scale_names
+from jaxpaged.bridge.decode_calls import columns_shape
 from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_arguments
 from jaxpaged.bridge.dlpack import refuse_grad
 from jaxpaged.bridge.launch import ALIGNMENT, program
@@ -214,7 +215,7 @@ class _Prefiller:
             if x is None or same is None:
                 continue
             rows = same.shape[0] if same.ndim == 2 else 1
-            expected = (rows, decode.shape.dims.num_kv_heads, decode.shape.columns)
+            expected = (rows, *columns_shape(decode.shape))
             if tuple(x.shape) != expected or x.dtype != torch.float32 or not x.is_contiguous():
                 raise ValueError(f"{name}: expected what by_column makes, float32 {expected}, got {tuple(x.shape)}")
 

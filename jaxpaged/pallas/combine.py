@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.pallas import decode_plan as field
-from jaxpaged.pallas.decode import BY_ROW, DecodeShape, per_column
+from jaxpaged.pallas.decode import BY_ROW, DecodeShape, columns_of, per_column
 from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.matmul import transposed
 from jaxpaged.pallas.mosaic import Interpreter, follow_previous_kernel, kernel, store
@@ -114,23 +114,24 @@ def _combine(
     follow_previous_kernel(interpret)  # decode, but the plan was there before decode began
     size = (CHUNK, shape.columns)
 
-    def send(token: Any, row: Any) -> None:
-        heads = pl.ds(head * shape.group, shape.group)
+    def send(token: Any, first_head: int, row: int, count: int) -> None:
+        heads = pl.ds(head * shape.group + first_head, count)
         where = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
-        plgpu.copy_smem_to_gmem(o_s.at[pl.ds(row, shape.group), :], out.at[token, heads, where])
+        plgpu.copy_smem_to_gmem(o_s.at[pl.ds(row, count), :], out.at[q_start + token, heads, where])
 
     def clear() -> None:
         zeros = plgpu.layout_cast(jnp.zeros(size, shape.out_dtype), plgpu.Layout.WGMMA)
         store(transposed(o_s), zeros)
         plgpu.commit_smem()
-        lax.fori_loop(q_start, q_start + q_len, lambda token, _: send(token, 0), None)
+        lax.fori_loop(0, q_len, lambda token, _: send(token, 0, 0, shape.group), None)
 
     def send_lse(of_row: Callable[[Any], Any]) -> None:
         """Write natural lses by token and head, given them by row in units of log 2."""
 
-        def one(row: Any, _: None) -> None:
-            token, member = lax.div(row, jnp.int32(shape.group)), lax.rem(row, jnp.int32(shape.group))
-            operands.lse[q_start + token, head * shape.group + member] = of_row(row) * jnp.float32(LN2)
+        def one(i: Any, _: None) -> None:
+            token, member = lax.div(i, jnp.int32(shape.group)), lax.rem(i, jnp.int32(shape.group))
+            natural = of_row(shape.row(token, member)) * jnp.float32(LN2)
+            operands.lse[q_start + token, head * shape.group + member] = natural
 
         first_chunk = lax.axis_index("chunk") == 0
         pl.when(first_chunk)(lambda: lax.fori_loop(0, q_len * shape.group, one, None))
@@ -147,8 +148,7 @@ def _combine(
         peak, total, acc = _merged(shape, at_once, operands.part_out, operands.part_lse, first, last)
         weight, lse = normalized(peak, total)
         if operands.sinks is not None:
-            sink = plgpu.load(operands.sinks.at[0, head], layout=BY_ROW, optimized=False)
-            weight = with_sink(weight, lse, sink)
+            weight = with_sink(weight, lse, columns_of(operands.sinks, 0, shape))
         o = acc * lax.broadcast_in_dim(weight, size, [1])
         if shape.by_request:
             store(o_s, o)
@@ -166,8 +166,8 @@ def _combine(
             rows = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
             plgpu.copy_smem_to_gmem(o_s, out.at[request, head, rows, :])
             return
-        for token in range(shape.max_query_len):
-            pl.when(token < q_len)(functools.partial(send, q_start + token, token * shape.group))
+        for run in shape.runs:
+            pl.when(run[0] < q_len)(functools.partial(send, *run))
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -178,8 +178,10 @@ def rows_of_requests(x: Any, shape: DecodeShape, batch: PagedBatch) -> Any:
     by_column = x[jnp.minimum(request, batch.num_reqs - 1)]
     if shape.max_query_len == 1:
         return by_column[..., : shape.group]
-    column = jnp.clip(index, 0, shape.max_query_len - 1)[:, None] * shape.group + jnp.arange(shape.group)
-    return jnp.take_along_axis(by_column, column.reshape(-1, *(1,) * (x.ndim - 2), shape.group), axis=-1)
+    own, token = shape.group // shape.heads, jnp.clip(index, 0, shape.max_query_len - 1)
+    first = jnp.arange(shape.heads) * shape.max_query_len + token[:, None]  # run of each kv head, [num_tokens, heads]
+    column = (first[..., None] * own + jnp.arange(own)).reshape(-1, *(1,) * (x.ndim - 2), shape.group)
+    return jnp.take_along_axis(by_column, column, axis=-1)
 
 
 def decoded_lse(plan: DecodePlan, whole_lse: Any, merged_lse: Any, shape: DecodeShape, batch: PagedBatch) -> Any:

@@ -14,7 +14,8 @@ Whole requests go to the output; parts of requests to a workspace, for `combine.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -122,8 +123,33 @@ class DecodeShape:
 
     @property
     def rows(self) -> int:
-        """Rows of a request: token by token, the heads of the group."""
+        """Rows of a request: for each kv head that shares a tile, token by token, the query heads of its own."""
         return self.group * self.max_query_len
+
+    @property
+    def runs(self) -> Iterator[tuple[int, int, int, int]]:
+        """Rows that lie side by side in queries and output: their token, their first query head and row, how many."""
+        if self.max_query_len == 1:
+            yield 0, 0, 0, self.group
+            return
+        own = self.group // self.heads
+        for token, h in itertools.product(range(self.max_query_len), range(self.heads)):
+            yield token, h * own, (h * self.max_query_len + token) * own, own
+
+    def place(self, row: Any) -> tuple[Any, Any]:
+        """The token of a row, and its query head among the group's."""
+        own = self.group // self.heads
+        kv_head, rest = _divided(row, own * self.max_query_len)
+        token, head = _divided(rest, own)
+        return token, kv_head * own + head
+
+    def row(self, token: Any, head: Any) -> Any:
+        """The row of a token and one of the group's query heads; anything for a token that there is no row for."""
+        if self.max_query_len == 1:
+            return head
+        own = self.group // self.heads
+        kv_head, member = _divided(head, own)
+        return (kv_head * self.max_query_len + token) * own + member
 
     @property
     def columns(self) -> int:
@@ -149,8 +175,8 @@ class DecodeShape:
 
     @property
     def query_copies(self) -> int:
-        """Copies that bring a token's queries."""
-        return 1 if self.quantized else self.tiles("key").chunks
+        """Copies that bring a request's queries."""
+        return len(list(self.runs)) * (1 if self.quantized else self.tiles("key").chunks)
 
     @property
     def swizzled(self) -> tuple[Any, ...]:
@@ -239,6 +265,12 @@ class Softmax(NamedTuple):
     acc: tuple[Any, ...]
 
 
+def _divided(x: Any, y: int) -> tuple[Any, Any]:
+    """Quotient and remainder of numbers of 0 or more, vectors or not."""
+    by = jnp.full(jnp.shape(x), y, jnp.int32) if jnp.ndim(x) else jnp.int32(y)
+    return lax.div(x, by), lax.rem(x, by)
+
+
 def reduction_bytes(shape: DecodeShape) -> int:
     """Shared memory for a number of each row and thread, so that all maxima are found in one meeting of threads."""
     return 4 * reduction_numbers(shape.columns) if shape.warpgroups == 1 else 0
@@ -313,13 +345,19 @@ def decode(
 
 
 def per_column(x: Any, shape: DecodeShape) -> Any:
-    """Values per query head [.., num_heads] as [.., head_groups, columns] float32, in the order of rows; as they are
-    where they have three axes already."""
+    """Values per query head [.., num_heads] as [.., 1, rows of all heads and 8] float32; as they are where they have
+    three axes already."""
     if x is None or x.ndim == 3:
         return x
-    by_group = x.astype(jnp.float32).reshape(-1, shape.head_groups, shape.group)
-    rows = jnp.tile(by_group, shape.max_query_len)
-    return jnp.pad(rows, [(0, 0), (0, 0), (0, shape.columns - shape.rows)])
+    by_kv_head = x.astype(jnp.float32).reshape(-1, shape.dims.num_kv_heads, shape.group // shape.heads)
+    rows = jnp.tile(by_kv_head, shape.max_query_len).reshape(len(by_kv_head), 1, -1)
+    return jnp.pad(rows, [(0, 0), (0, 0), (0, 8)])
+
+
+def columns_of(values: Any, request: Any, shape: DecodeShape) -> Any:
+    """Those of a CTA's rows among `per_column` values; past its last row anything."""
+    own = pl.ds(lax.axis_index("head") * shape.rows, shape.columns)
+    return plgpu.load(values.at[request, 0, own], layout=BY_ROW, optimized=False)
 
 
 def _allocate(
@@ -361,7 +399,7 @@ def _allocate(
             plgpu.SMEM((shape.padded_v_size, shape.columns), jnp.float32),
         ),
         by_column=plgpu.SMEM((*each, 2, shape.columns), jnp.float32),
-        q_full=plgpu.Barrier(num_arrivals=shape.max_query_len * shape.query_copies, num_barriers=2),
+        q_full=plgpu.Barrier(num_arrivals=shape.query_copies, num_barriers=2),
         q_empty=plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=2),
         k_full=keys.barrier(with_scales=has_row_scales),
         k_empty=ring(),
@@ -454,12 +492,12 @@ def _load_tiles(shape: DecodeShape, operands: Operands, streams: Sequence[Stream
 
 def _load_query(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, pieces: Any) -> None:
     slot, chunks = lax.rem(pieces, jnp.int32(2)), shape.tiles("key").chunks
-    heads = pl.ds(lax.axis_index("head") * shape.group, shape.group)
+    first = lax.axis_index("head") * shape.group
     pl.when(pieces >= 2)(lambda: plgpu.barrier_wait(memory.q_empty.at[slot]))
-    for token in range(shape.max_query_len):
+    for token, head, start, count in shape.runs:
         # Rows past the request's are its last one again: their results are not stored.
         row = piece.q_start + (jnp.minimum(token, piece.q_len - 1) if token else 0)
-        rows = pl.ds(token * shape.group, shape.group)
+        heads, rows = pl.ds(first + head, count), pl.ds(start, count)
         if shape.quantized:
             plgpu.copy_gmem_to_smem(
                 operands.query.at[row, heads, :], memory.q.at[slot, rows, :], memory.q_full.at[slot]
@@ -606,24 +644,21 @@ def _step(
 def _of_one_head(shape: DecodeShape) -> Any:
     """Which scores of a tile are of a key and a query of one kv head."""
     size = shape.scores
-    column = lax.rem(iota(size, 1), jnp.full(size, shape.group, jnp.int32))
-    first = iota(size, 0) - shape.tiles("key").position(size, 0)  # of the rows of the key's head
-    return lax.div(column, jnp.full(size, shape.group // shape.heads, jnp.int32)) * shape.tile == first
+    of_query, _ = _divided(iota(size, 1), shape.rows // shape.heads)
+    of_key, _ = _divided(iota(size, 0), shape.tile)
+    return jnp.minimum(of_query, shape.heads - 1) == of_key
 
 
 def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, piece: Piece, tile: Any) -> TilePlace:
     size = shape.scores
 
-    def token() -> Any:
-        return lax.div(iota(size, 1), jnp.full(size, shape.group, jnp.int32))
-
     def head() -> Any:
-        first = lax.axis_index("head") * shape.group
-        return iota(size, 1) - (token() * shape.group if shape.max_query_len > 1 else 0) + first
+        row = iota(size, 1)
+        return lax.axis_index("head") * shape.group + (shape.place(row)[1] if shape.max_query_len > 1 else row)
 
     def q_pos() -> Any:
         first = piece.kv_len - piece.q_len
-        return token() + first if shape.max_query_len > 1 else first
+        return shape.place(iota(size, 1))[0] + first if shape.max_query_len > 1 else first
 
     def kv_pos() -> Any:
         return shape.tiles("key").position(size, 0) + tile * shape.tile
@@ -631,8 +666,7 @@ def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, pi
     slope = None
     if operands.slopes is not None:
         request = piece.request if operands.slopes.shape[0] > 1 else 0
-        vector = plgpu.load(operands.slopes.at[request, lax.axis_index("head")], layout=BY_ROW, optimized=False)
-        slope = lax.broadcast_in_dim(vector, size, [1])
+        slope = lax.broadcast_in_dim(columns_of(operands.slopes, request, shape), size, [1])
     return TilePlace(piece.request, head, q_pos, kv_pos, slope)
 
 
@@ -698,18 +732,18 @@ def _store(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece,
     def _to_output() -> None:
         factor = weight
         if operands.sinks is not None:
-            sink = plgpu.load(operands.sinks.at[0, head], layout=BY_ROW, optimized=False)
-            factor = with_sink(weight, lse, sink)
+            factor = with_sink(weight, lse, columns_of(operands.sinks, 0, shape))
         for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True)):
             o = a * lax.broadcast_in_dim(factor, a.shape, [1])
             store(transposed(memory.o[0].at[:, pl.ds(c * CHUNK, size)]), o.astype(shape.out_dtype))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(memory.by_column.at[LSE], whole_lse)
-        heads = pl.ds(head * shape.group, shape.group)
         columns = padded_slice(0, shape.padded_v_size, shape.dims.v_head_size)
-        for token in range(shape.max_query_len):
 
-            @pl.when(token < piece.q_len)
-            def _(token: int = token) -> None:
-                rows = memory.o[0].at[pl.ds(token * shape.group, shape.group), :]
-                plgpu.copy_smem_to_gmem(rows, operands.out.at[piece.q_start + token, heads, columns])
+        def send(token: int, first: int, start: int, count: int) -> None:
+            rows = memory.o[0].at[pl.ds(start, count), :]
+            heads = pl.ds(head * shape.group + first, count)
+            plgpu.copy_smem_to_gmem(rows, operands.out.at[piece.q_start + token, heads, columns])
+
+        for run in shape.runs:
+            pl.when(run[0] < piece.q_len)(functools.partial(send, *run))

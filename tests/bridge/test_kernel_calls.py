@@ -112,7 +112,7 @@ def decode_calls(
     shape = dataclasses.replace(shape, overlaps=overlaps)
     rows = array((num_reqs, 8, 64), jnp.bfloat16)
     plan = DecodePlan(array((num_reqs + 1, NUM_FIELDS), jnp.int32), array((shape.num_shares, 4), jnp.int32))
-    per_head = array((1, 2, 8), jnp.float32)
+    per_head = array((1, 1, 8 + 8), jnp.float32)
     arguments = (rows, cache, array((num_reqs, 6), jnp.int32), plan, per_head if slopes else None)
     lses = array((num_reqs, 8), jnp.float32) if lse else None
     arguments = (*arguments, per_head if sinks else None, rows, lses)

@@ -17,7 +17,7 @@ import torch
 
 from jaxpaged.bridge import alike, direct, launch, process, torch_ops, write_calls
 from jaxpaged.bridge.copy_calls import block_pairs, copy_on_gpu, swap_on_gpu
-from jaxpaged.bridge.decode_calls import by_column, decode_on_gpu
+from jaxpaged.bridge.decode_calls import by_column, by_query_head, decode_on_gpu
 from jaxpaged.bridge.kernel_functions import copy_blocks
 from jaxpaged.bridge.mosaic_abi import Kernel, UnavailableError
 from jaxpaged.bridge.plan_calls import plan_on_gpu
@@ -421,7 +421,7 @@ def test_numbers_of_new_tokens_share_programs(recorder: Recorder) -> None:
 @pytest.mark.parametrize("max_query_len", [1, 3])
 def test_by_column_is_what_the_kernels_make_of_it(max_query_len: int) -> None:
     class Shape:
-        columns, rows, group = -(-4 * max_query_len // 8) * 8, 4 * max_query_len, 4
+        group, heads = 4, 1
         dims = type("Dims", (), {"num_kv_heads": 2})
 
     Shape.max_query_len = max_query_len
@@ -430,6 +430,7 @@ def test_by_column_is_what_the_kernels_make_of_it(max_query_len: int) -> None:
         expected = per_column(jnp.asarray(x.numpy()), Shape)
         assert ours.numpy().tolist() == expected.tolist()
         assert per_column(expected, Shape) is expected
+        assert torch.equal(by_query_head(ours, num_kv_heads=2, max_query_len=max_query_len), x.reshape(-1, 8))
 
 
 @pytest.mark.parametrize("within", [True, False])
