@@ -661,7 +661,7 @@ def _place(shape: DecodeShape, options: AttentionOptions, operands: Operands, pi
         return shape.place(iota(size, 1))[0] + first if shape.max_query_len > 1 else first
 
     def kv_pos() -> Any:
-        return shape.tiles("key").position(size, 0) + tile * shape.tile
+        return shape.tiles("key").position(size, 0, tile * shape.tile)
 
     slope = None
     if operands.slopes is not None:
@@ -686,7 +686,7 @@ def _used_values(
 ) -> Any:
     """For an array whose rows are a tile's from `first` on, to which of their positions some row may attend."""
     low, high = attended_range(options, piece.kv_len - piece.q_len, piece.kv_len - 1, piece.kv_len)
-    position = shape.tiles("value").position(size, 0, layout, first) + tile * shape.tile
+    position = shape.tiles("value").position(size, 0, tile * shape.tile, layout, first)
     used = (position >= low) & (position < high)
     return used if readable is None else used & readable(size, layout=layout, first=first)
 

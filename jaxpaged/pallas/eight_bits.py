@@ -75,7 +75,7 @@ def scale_operands(cache: KVCache, shape: "DecodeShape") -> dict[str, Any]:
 
 
 def scale_of_head(scale: Any) -> Any:
-    """From a reference to a scale per tensor or kv head, that of this CTA's."""
+    """From a reference to a scale per tensor or kv head, that of this CTA, of one kv head if there are several."""
     return scale[lax.axis_index("head") if scale.shape[0] > 1 else 0]
 
 
@@ -85,7 +85,7 @@ def scratch(shape: "DecodeShape", *, row_scales: bool) -> dict[str, Any]:
     each = () if shape.warpgroups == 1 else (shape.warpgroups,)
     found: dict[str, Any] = {
         "queries": plgpu.SMEM((*each, 2 * keys.chunks, shape.columns, CHUNK), shape.dtype, transforms=shape.swizzled),
-        "values": plgpu.SMEM((*each, shape.tile, values.head_size), shape.dtype, transforms=shape.swizzled),
+        "values": plgpu.SMEM((*each, shape.scores[0], values.head_size), shape.dtype, transforms=shape.swizzled),
     }
     if row_scales:
         scales = plgpu.SMEM((shape.stages, *keys.scale_rows), jnp.float32)
@@ -151,13 +151,13 @@ def products(
     columns = keys.row_columns
 
     def pairs(first: int) -> list[tuple[Any, Any]]:
-        k = _widened(shape, memory.k, slot, (0, shape.tile), (first, columns), by_16_bytes(columns))
+        k = _widened(shape, memory.k, slot, (0, shape.scores[0]), (first, columns), by_16_bytes(columns))
         k = as_operand(k, interpret)
         chunk = q_slot * keys.chunks + first // CHUNK
         queries = [transposed(memory.queries.at[chunk + c]) for c in range(columns // CHUNK)]
         return [(k[:, c * CHUNK : (c + 1) * CHUNK], q) for c, q in enumerate(queries)]
 
-    size = (shape.tile, shape.columns)
+    size = shape.scores
     all_pairs = [pair for first in range(0, keys.head_size, columns) for pair in pairs(first)]
     if at_once:
         return dot(all_pairs, size, interpret)
@@ -179,7 +179,7 @@ def widen_values(
     columns = values.row_columns
     layout = rows_layout(columns, shape.dtype.itemsize)
     count = CHUNK * CHUNK // columns // 2  # rows at a time: more take registers
-    for start, first in itertools.product(range(0, values.head_size, columns), range(0, shape.tile, count)):
+    for start, first in itertools.product(range(0, values.head_size, columns), range(0, shape.scores[0], count)):
         v = _widened(shape, memory.v, slot, (first, count), (start, columns), layout)
         if used is not None:
             v = jnp.where(used(v.shape, layout, first), v, jnp.zeros_like(v))

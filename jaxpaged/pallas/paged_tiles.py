@@ -157,10 +157,17 @@ class PagedTiles:
         firsts = [tile * self.tile + j for j in range(0, self.tile, self.rows)]
         return tuple(table[request, jnp.minimum(lax.div(first, block_size), last_block)] for first in firsts)
 
-    def position(self, size: tuple[int, ...], axis: int, layout: Any = plgpu.Layout.WGMMA, first: int = 0) -> Any:
-        """For an array with a tile's rows from `first` on along an axis, their positions in the tile."""
-        row = iota(size, axis, layout) + first
-        return row if self.heads == 1 else lax.rem(row, jnp.full(size, self.tile, jnp.int32))
+    def position(
+        self, size: tuple[int, ...], axis: int, start: Any, layout: Any = plgpu.Layout.WGMMA, first: int = 0
+    ) -> Any:
+        """For an array with a tile's rows from `first` on along an axis, their positions; the tile's begin at `start`.
+
+        What is added is added as one number: of several, the sums that all steps have in common would take registers.
+        """
+        row, first = iota(size, axis, layout), first % self.tile
+        if first + size[axis] <= self.tile:  # of one head
+            return row + (start + first)
+        return lax.rem(row + first if first else row, jnp.full(size, self.tile, jnp.int32)) + start
 
     def readable(
         self,
@@ -175,7 +182,7 @@ class PagedTiles:
         layout: Any = plgpu.Layout.WGMMA,
     ) -> Any:
         """For an array with a tile's rows from `first` on along an axis, which lie in a block that exists."""
-        position = self.position(size, axis, layout, first)
+        position = self.position(size, axis, 0, layout, first)
         missing = jnp.zeros(size, jnp.int32)
         for j, block in enumerate(self.blocks(table, request, tile, self.last_block(kv_len))):
             mine = (position >= j * self.rows) & (position < (j + 1) * self.rows)

@@ -23,8 +23,8 @@ class DecodeTiles:
       most_stages: tiles in the ring.
       fewest_tiles: of one head in a share; splitting further costs more than it gains.
       warpgroups: of a CTA that compute, each every so many-th tile; more than one where one CTA has a multiprocessor.
-      heads: kv heads that share a tile, for caches of the query's dtype; fewer where there are no multiple of so many,
-        or many rows.
+      heads: kv heads that share a tile; fewer where there is no multiple of so many, or many rows, and one where scales
+        differ from head to head.
     """
 
     tile: int

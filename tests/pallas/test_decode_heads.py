@@ -25,7 +25,10 @@ CASES = [
     Case("window", (1, 1), (300, 100), options=(("window", (49, 0)), ("sinks", None))),
     Case("slopes and a cap", (1, 1, 2), (300, 100, 20), options=(("alibi", None), ("soft_cap", 3.0))),
     Case("blocks out of range", (1, 1, 1), (100, 300, 90), bad_blocks=True, options=(("alibi", None),)),
-    Case("float8", (1, 1), (70, 9), cache_dtype="float8_e4m3fn", scales="head", head_size=64),
+    Case("float8", (1, 1), (70, 9), cache_dtype="float8_e4m3fn", scales="tensor"),
+    Case("float8 of 128", (1, 1), (100, 9), cache_dtype="float8_e5m2", scales="tensor", head_size=128, bad_blocks=True),
+    Case("int8", (2, 1), (70, 9), cache_dtype="int8", scales="tensor", options=(("window", (29, 0)), ("sinks", None))),
+    Case("int8 with scales by head", (1, 1), (70, 9), cache_dtype="int8", scales="head"),
     Case("HND", (1, 1), (150, 66), layout="HND"),
     Case("HN2D", (1, 1), (150, 66), layout="HN2D"),
     Case("a group of 3", (1, 1), (150, 66), num_heads=24, num_kv_heads=8),
@@ -43,5 +46,5 @@ def test_results_are_the_definitions(kernels: None, monkeypatch: pytest.MonkeyPa
         result = compare(case, "kernels", DOORS["kernels"])
     assert result.skipped is None
     assert result.ok, result
-    expected = 1 if case.cache_dtype else heads
+    expected = 1 if case.scales == "head" else heads
     assert {(shape.heads, shape.tile * shape.heads) for shape in shapes} == {(expected, 64)}
