@@ -18,8 +18,8 @@ SMEM_BYTES = 232_448
 """Shared memory that a CTA may have."""
 LEAST_TILE = 64
 MOST_DECODED_ROWS = 64
-MOST_SHARED_ROWS = 32
-"""Of all heads that share a tile: most scores of each are of no use."""
+MOST_SHARED_ROWS = 16
+"""Of all heads that share a tile: with more, threads have too many registers for two CTAs of a multiprocessor."""
 SMEM_BYTES_OF_TWO = 115_712
 """Shared memory that each of two CTAs of a multiprocessor may have."""
 ALIGNMENT = 1024

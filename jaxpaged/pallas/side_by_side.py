@@ -97,9 +97,10 @@ def sides_of(cache: KVCache, decode: DecodeShape, prefill: PrefillShape, gpu: Gp
     """What may be divided, or None."""
     if prefill.in_parts:
         return None
-    heads, size = cache.num_kv_heads, cache.head_size + cache.v_head_size
-    ctas_per_sm = max(1, math.ceil(decode.num_shares * heads / gpu.num_sms))
-    ways = [(shares, math.ceil(shares * heads / ctas_per_sm)) for shares in range(1, decode.num_shares)]
+    groups, size = decode.head_groups, cache.head_size + cache.v_head_size
+    ctas_per_sm = max(1, math.ceil(decode.num_shares * groups / gpu.num_sms))
+    step = decode.heads  # as many shares as make a CTA for every kv head: few ways are near enough
+    ways = [(n, math.ceil(n * groups / ctas_per_sm)) for n in range(step, decode.num_shares, step)]
     ways = [(shares, sms) for shares, sms in ways if sms <= gpu.num_sms // 2]
     if not ways:
         return None
@@ -109,7 +110,7 @@ def sides_of(cache: KVCache, decode: DecodeShape, prefill: PrefillShape, gpu: Gp
         max_query_len=decode.max_query_len,
         tile=decode.tile,
         ways=tuple(ways),
-        tile_bytes=decode.tile * size * cache.dtype.itemsize * heads,
+        tile_bytes=decode.tile * size * cache.dtype.itemsize * cache.num_kv_heads,
         step_flops=2 * 2 * WG_ROWS * prefill.tiling.step * size,
     )
 

@@ -313,7 +313,7 @@ def test_values_per_head_are_made_once_and_again_when_written_to() -> None:
     made = head_values.by_column_once(sinks, **how)
     assert head_values.by_column_once(sinks, **how) is made
     assert made is not None
-    assert made[0, :, :4].flatten().tolist() == sinks.tolist()
+    assert made[0, 0].tolist() == sinks.tolist() + [0.0] * 8
     sinks.add_(1)
     again = head_values.by_column_once(sinks, **how)
     assert again is not None
