@@ -22,6 +22,7 @@ VALUES: dict[Kernel, dict[str, tuple[Any, ...]]] = {
     "decode": {
         "ctas_per_sm": (1, 2),
         "warpgroups": (1, 2, 3),
+        "heads": (1, 2, 4, 8),
         "tile": (64, 128),
         "most_stages": (2, 3, 4, 5, 6, 8),
         "fewest_tiles": (1, 2, 4, 8, 16),

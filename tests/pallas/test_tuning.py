@@ -73,6 +73,7 @@ WRONG = {
         4,
         r"warpgroups: expected 1, or with one CTA up to 3, got 4",
     ),
+    "too many heads": ([*DECODE, "use", "heads"], 3, r"heads: expected 1, 2, 4 or 8, got 3"),
     "warpgroups of two CTAs": (
         [*DECODE[:-1], 2, "use", "warpgroups"],
         2,
@@ -201,7 +202,8 @@ def gpus(draw: Any) -> Gpu:
     tile, stages = draw(st.sampled_from([64, 128])), draw(st.integers(2, 16))
     registers = draw(st.sampled_from([(240, 24), (216, 72)]))
     ctas = draw(st.integers(1, 2))
-    decode = DecodeTiles(tile, ctas, stages, draw(st.integers(1, 9)), draw(st.integers(1, 3)) if ctas == 1 else 1)
+    warpgroups, heads = draw(st.integers(1, 3)) if ctas == 1 else 1, draw(st.sampled_from([1, 2, 4, 8]))
+    decode = DecodeTiles(tile, ctas, stages, draw(st.integers(1, 9)), warpgroups, heads)
     prefill = PrefillTiles(tile, stages, registers, draw(st.integers(0, 200)), 1 << 20, draw(st.integers(1, 64)))
     assert decode.refusal() is None and prefill.refusal() is None
     return Gpu("", draw(st.integers(1, 200)), (Rule(ShapeClass(), decode),), (Rule(ShapeClass(), prefill),))
@@ -233,14 +235,17 @@ def test_every_decode_fits(call, gpu, longest):
     given = (call.query, call.cache, call.batch, call.query.dtype, call.batch_invariant, longest)
     shape = config.decode_config(*given, gpu)
     rule = gpu.decode_tiles(config.decode_call(call.query, call.cache, call.batch, call.batch_invariant, longest))
-    assert shape.tile in (64, rule.tile) and 2 <= shape.stages <= rule.most_stages
+    assert 1 <= shape.heads <= rule.heads and call.cache.num_kv_heads % shape.heads == 0
+    assert shape.heads == 1 or shape.rows <= config.MOST_SHARED_ROWS
+    assert shape.scores[0] in (64, rule.tile) and 2 <= shape.stages <= rule.most_stages
     assert 1 <= shape.warpgroups <= rule.warpgroups and shape.stages % shape.warpgroups == 0
-    assert shape.rows == group * longest and shape.fewest_tiles == rule.fewest_tiles
-    most = max(1, rule.ctas_per_sm * gpu.num_sms // call.cache.num_kv_heads)
+    assert shape.rows == shape.heads * group * longest
+    assert shape.fewest_tiles == rule.fewest_tiles * shape.heads
+    most = max(1, rule.ctas_per_sm * gpu.num_sms // shape.head_groups)
     assert shape.num_shares == call.batch.num_reqs if call.batch_invariant else 1 <= shape.num_shares <= most
     by_row = call.cache.k_scale is not None and call.cache.k_scale.ndim == 3
     needed = shared_bytes(decode, shape, ("k_scales",) if by_row else ()) + decode.reduction_bytes(shape)
-    of_one = max(1, gpu.num_sms // call.cache.num_kv_heads)
+    of_one = max(1, gpu.num_sms // shape.head_groups)
     two = not call.batch_invariant and shape.num_shares > of_one
     assert needed <= (SMEM_BYTES_OF_TWO if two else SMEM_BYTES)
 
