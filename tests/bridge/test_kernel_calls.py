@@ -132,7 +132,7 @@ def test_decode_is_two_kernels_and_writes_its_output_alone(name: str, layout: st
     assert calls.calls[0].written == (part_out, part_lse, lse, out)
     assert {part_out, part_lse, out} <= set(calls.calls[1].buffers)
     assert calls.calls[1].written == (out,)
-    assert calls.sizes[part_out] == 2 * shape.num_shares * 2 * 64 * 8 * 4
+    assert calls.sizes[part_out] == 2 * shape.num_shares * shape.head_groups * 64 * 8 * 4
 
 
 @pytest.mark.parametrize("name", [n for n in CACHES if "8" in n])

@@ -147,10 +147,9 @@ def test_the_first_rule_that_holds_counts():
 def test_few_decodes_get_half_the_shares():
     cache = jax.eval_shape(lambda: KVCache.zeros(64, 16, 8, 128, "bfloat16"))
     query = jax.ShapeDtypeStruct((1, 32, 128), jnp.bfloat16)
-    shares = [
-        config.decode_config(query, cache, requests(n), query.dtype, False, 1, gpu_of()).num_shares for n in (1, 2, 3)
-    ]
-    assert shares == [16, 16, 33]
+    shapes = [config.decode_config(query, cache, requests(n), query.dtype, False, 1, gpu_of()) for n in (1, 2, 3)]
+    one_or_two, two, three = (shape.num_shares * shape.head_groups for shape in shapes)
+    assert one_or_two == two <= 132 < three <= 264
 
 
 # What becomes of them.
