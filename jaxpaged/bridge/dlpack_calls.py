@@ -14,14 +14,17 @@ import torch
 from jaxpaged.attention import paged_attention
 from jaxpaged.bridge.cache_shapes import check_one_device
 from jaxpaged.bridge.copy_calls import Blocks, block_pairs, blocks_of_layers, blocks_to_swap, swap_between_devices
-from jaxpaged.bridge.decode_calls import by_query_head
+from jaxpaged.bridge.decode_calls import decode_on_gpu
 from jaxpaged.bridge.decode_shapes import ScoreOptions, decode_shapes, plan_sizes
 from jaxpaged.bridge.dlpack import ALIGNMENT, tensor_cache, words_to_slots
-from jaxpaged.bridge.plan_calls import Plan
+from jaxpaged.bridge.op_arguments import Arguments
+from jaxpaged.bridge.plan_calls import Plan, plan_on_gpu
+from jaxpaged.bridge.prefill_calls import prefill_on_gpu
+from jaxpaged.bridge.prefill_plan_calls import plan_prefill_on_gpu
 from jaxpaged.bridge.prefill_shapes import plan_numbers, prefill_shapes, prefill_workspace_bytes
 from jaxpaged.bridge.torch_cache import check_ints, stored_dtype
 from jaxpaged.bridge.torch_call import torch_call
-from jaxpaged.bridge.write_calls import engine_cache, pieces
+from jaxpaged.bridge.write_calls import engine_cache, pieces, write_on_gpu
 from jaxpaged.cache import write_kv
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.checks import check_shape
@@ -33,30 +36,20 @@ _UNIT = ALIGNMENT // _WORD_BYTES
 """Tokens: this many slots take a multiple of `ALIGNMENT` bytes."""
 
 
-def write_by_dlpack(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
+def write_by_dlpack(*given: Any, **named: Any) -> None:
     """See `write_calls.write_on_gpu`; of tokens that share a slot the last is kept."""
-    engine_cache(key_cache, value_cache, kv_cache_dtype, k_scale, v_scale)  # checks them
-    dtype = stored_dtype(kv_cache_dtype)
-    if dtype is None:
-        cache = tensor_cache(key_cache, value_cache)
-    else:
-        cache = tensor_cache(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale, dtype=dtype)
-    check_ints("slot_mapping", slot_mapping)
-    check_shape("slot_mapping", slot_mapping.shape, ("num_slots",))
-    key, value = key.contiguous(), value.contiguous()
-    for first, size in aligned_pieces(min(len(key), len(slot_mapping))):
+    call = Arguments.of(write_on_gpu, given, named)
+    engine_cache(call.key_cache, call.value_cache, call.kv_cache_dtype, call.k_scale, call.v_scale)  # checks them
+    dtype, slots = stored_dtype(call.kv_cache_dtype), call.slot_mapping
+    scaled = {} if dtype is None else {"k_scale": call.k_scale, "v_scale": call.v_scale, "dtype": dtype}
+    cache = tensor_cache(call.key_cache, call.value_cache, **scaled)
+    check_ints("slot_mapping", slots)
+    check_shape("slot_mapping", slots.shape, ("num_slots",))
+    key, value = call.key.contiguous(), call.value.contiguous()
+    for first, size in aligned_pieces(min(len(key), len(slots))):
         rows = slice(first, first + size)
-        words, lead = _aligned_words(slot_mapping[rows])
-        write = _Write(lead, slot_mapping.element_size() // _WORD_BYTES)
+        words, lead = _aligned_words(slots[rows])
+        write = _Write(lead, slots.element_size() // _WORD_BYTES)
         torch_call(write, cache, key[rows], value[rows], words, donate=[0])
 
 
@@ -87,150 +80,59 @@ def swap_by_dlpack(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Te
         torch_call(_swapped, _words(target), _words(source), pairs.source, pairs.target, donate=[0])
 
 
-def plan_by_dlpack(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    max_query_len: int,
-    batch_invariant: bool,
-    scale: float,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    soft_cap: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> Plan:
+def plan_by_dlpack(*given: Any, **named: Any) -> Plan:
     """See `plan_calls.plan_on_gpu`; lengths and starts alone are in it, for `decode_by_dlpack`."""
-    _check_batch(key_cache, block_table, seq_lens, query_start_loc)
-    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-    how: Any = (max_query_len, batch_invariant, scores, k_scale, v_scale)
-    *sizes, workspace = plan_sizes(query, key_cache, value_cache, block_table, *how)
-    requests, shares = (torch.zeros(size, dtype=torch.int32, device=query.device) for size in sizes)
-    num_reqs = block_table.shape[0]
-    requests[:num_reqs, field.KV_LEN] = seq_lens
-    requests[: num_reqs + 1, field.Q_START] = query_start_loc
-    return requests, shares, torch.empty(workspace, dtype=torch.uint8, device=query.device)
+    call = Arguments.of(plan_on_gpu, given, named)
+    _check_batch(call)
+    *sizes, workspace = plan_sizes(*call.layer, *call.how)
+    requests, shares = (torch.zeros(size, dtype=torch.int32, device=call.query.device) for size in sizes)
+    num_reqs = call.block_table.shape[0]
+    requests[:num_reqs, field.KV_LEN] = call.seq_lens
+    requests[: num_reqs + 1, field.Q_START] = call.query_start_loc
+    return requests, shares, torch.empty(workspace, dtype=torch.uint8, device=call.query.device)
 
 
-def decode_by_dlpack(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    requests: torch.Tensor,
-    shares: torch.Tensor,
-    workspace: torch.Tensor,
-    slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    max_query_len: int,
-    batch_invariant: bool,
-    scale: float,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    soft_cap: float,
-    out: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> None:
+def decode_by_dlpack(*given: Any, **named: Any) -> None:
     """See `decode_calls.decode_on_gpu`."""
-    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-    how: Any = (max_query_len, batch_invariant, scores, k_scale, v_scale)
-    found = decode_shapes(query, key_cache, value_cache, block_table, *how)
-    check_shape("requests", requests.shape, (found.rows + 1, field.NUM_FIELDS))
-    num_reqs = block_table.shape[0]
-    kind = {"num_kv_heads": key_cache.shape[2], "max_query_len": max_query_len}
-    lens, starts = requests[:num_reqs, field.KV_LEN], requests[: num_reqs + 1, field.Q_START]
-    cache = tensor_cache(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale)
-    attend = _Attention.of(scores, max_query_len, batch_invariant, block_table)
-    attend.write(
-        cache,
-        query,
-        block_table,
-        (lens, starts),
-        [by_query_head(x, **kind) for x in (slopes, sinks)],
-        out,
-        None if lse is None else lse.T,
-    )
+    call = Arguments.of(decode_on_gpu, given, named)
+    found, num_reqs = decode_shapes(*call.layer, *call.how), call.block_table.shape[0]
+    check_shape("requests", call.requests.shape, (found.rows + 1, field.NUM_FIELDS))
+    lens, starts = call.requests[:num_reqs, field.KV_LEN], call.requests[: num_reqs + 1, field.Q_START]
+    lse = None if call.lse is None else call.lse.T
+    _Attention.of(call, call.max_query_len).write(call, (lens, starts), call.by_query_head, lse)
 
 
-def plan_prefill_by_dlpack(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    batch_invariant: bool,
-    scale: float,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    soft_cap: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def plan_prefill_by_dlpack(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """See `prefill_plan_calls.plan_prefill_on_gpu`; lengths and starts come first in the plan, and no more is in it."""
-    _check_batch(key_cache, block_table, seq_lens, query_start_loc)
-    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-    how: Any = (batch_invariant, scores, k_scale, v_scale)
-    found = prefill_shapes(query, key_cache, value_cache, block_table, *how)
-    numbers, workspace = 2 * block_table.shape[0] + 1, 0
-    if query.device.type == "cuda":  # as large as the operator's fake says
+    call = Arguments.of(plan_prefill_on_gpu, given, named)
+    _check_batch(call)
+    found, device = prefill_shapes(*call.layer, *call.how), call.query.device
+    lengths = numbers = 2 * call.block_table.shape[0] + 1
+    workspace = 0
+    if device.type == "cuda":  # as large as the operator's fake says
         numbers = max(numbers, plan_numbers(found.fields()))
-        workspace = prefill_workspace_bytes(found, block_table, query)
-    plan = torch.zeros(numbers, dtype=torch.int32, device=query.device)
-    torch.cat([seq_lens, query_start_loc], out=plan[: 2 * block_table.shape[0] + 1])
-    return plan, torch.empty(workspace, dtype=torch.uint8, device=query.device)
+        workspace = prefill_workspace_bytes(found, call.block_table, call.query)
+    plan = torch.zeros(numbers, dtype=torch.int32, device=device)
+    torch.cat([call.seq_lens, call.query_start_loc], out=plan[:lengths])
+    return plan, torch.empty(workspace, dtype=torch.uint8, device=device)
 
 
-def prefill_by_dlpack(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    plan: torch.Tensor,
-    workspace: torch.Tensor,
-    slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    decode_slopes: torch.Tensor | None,
-    decode_sinks: torch.Tensor | None,
-    batch_invariant: bool,
-    scale: float,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    soft_cap: float,
-    out: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> None:
+def prefill_by_dlpack(*given: Any, **named: Any) -> None:
     """See `prefill_calls.prefill_on_gpu`."""
-    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-    how: Any = (batch_invariant, scores, k_scale, v_scale)
-    prefill_shapes(query, key_cache, value_cache, block_table, *how)  # checks them
-    num_reqs = block_table.shape[0]
-    batch = (plan[:num_reqs], plan[num_reqs : 2 * num_reqs + 1])
-    by_head = [slopes, None if sinks is None else sinks[None]]
-    attend = _Attention.of(scores, None, batch_invariant, block_table)
-    cache = tensor_cache(key_cache, value_cache, k_scale=k_scale, v_scale=v_scale)
-    attend.write(cache, query, block_table, batch, by_head, out, lse)
+    call = Arguments.of(prefill_on_gpu, given, named)
+    prefill_shapes(*call.layer, *call.how)  # checks them
+    num_reqs = call.block_table.shape[0]
+    batch = (call.plan[:num_reqs], call.plan[num_reqs : 2 * num_reqs + 1])
+    sinks = None if call.sinks is None else call.sinks[None]
+    _Attention.of(call, None).write(call, batch, (call.slopes, sinks), call.lse)
 
 
-def _check_batch(
-    key_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
-) -> None:
-    num_reqs = block_table.shape[0]
-    for name, x, size in (("seq_lens", seq_lens, num_reqs), ("query_start_loc", query_start_loc, num_reqs + 1)):
+def _check_batch(call: Arguments) -> None:
+    num_reqs = call.block_table.shape[0]
+    for name, size in (("seq_lens", num_reqs), ("query_start_loc", num_reqs + 1)):
+        x = getattr(call, name)
         check_shape(name, x.shape, (size,))
-        check_one_device(key_cache, **{name: x})
+        check_one_device(call.key_cache, **{name: x})
         if x.dtype != torch.int32:
             raise TypeError(f"{name}: expected torch.int32, got {x.dtype}")
 
@@ -277,35 +179,32 @@ class _Attention:
     table: tuple[int, int, int]
 
     @classmethod
-    def of(
-        cls, scores: ScoreOptions, max_query_len: int | None, batch_invariant: bool, block_table: torch.Tensor
-    ) -> Self:
-        rows = _whole_rows(block_table)
-        table = (block_table.shape[0], block_table.shape[1], rows.shape[1])
-        return cls(scores, max_query_len, batch_invariant, _aligned_words(rows)[1], table)
+    def of(cls, call: Arguments, max_query_len: int | None) -> Self:
+        rows = _whole_rows(call.block_table)
+        table = (*call.block_table.shape, rows.shape[1])
+        return cls(call.scores, max_query_len, call.batch_invariant, _aligned_words(rows)[1], table)
 
     def write(
         self,
-        cache: KVCache,
-        query: torch.Tensor,
-        block_table: torch.Tensor,
+        call: Arguments,
         batch: Sequence[torch.Tensor],
         by_head: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """Attention to `out` [num_tokens, num_heads, v_head_size] and `lse` [num_heads, num_tokens].
+        """Attention to the call's `out` [num_tokens, num_heads, v_head_size] and `lse` [num_heads, num_tokens].
 
         Args:
           batch: lengths and starts.
           by_head: slopes [1 or num_reqs, num_heads] and sinks [1, num_heads].
         """
+        query, out = call.query, call.out
+        cache = tensor_cache(call.key_cache, call.value_cache, k_scale=call.k_scale, v_scale=call.v_scale)
         check_shape("out", out.shape, (*query.shape[:2], cache.v_head_size))
         if out.dtype != query.dtype:
             raise TypeError(f"out: expected {query.dtype}, the dtype of query, got {out.dtype}")
         if lse is not None:
             check_shape("lse", lse.shape, (query.shape[1], query.shape[0]))
-        words, _ = _aligned_words(_whole_rows(block_table))
+        words, _ = _aligned_words(_whole_rows(call.block_table))
         numbers = (x.clone(memory_format=torch.contiguous_format) for x in batch)  # where JAX shares memory
         given = (None if x is None else x.contiguous() for x in by_head)
         result, lses = torch_call(self, cache, query.contiguous(), words, *numbers, *given)

@@ -24,7 +24,7 @@ from jaxpaged.bridge.cpu_calls import (
     write_on_cpu,
 )
 from jaxpaged.bridge.decode_calls import decode_on_gpu
-from jaxpaged.bridge.decode_shapes import ScoreOptions, plan_sizes
+from jaxpaged.bridge.decode_shapes import plan_sizes
 from jaxpaged.bridge.dlpack_calls import (
     copy_by_dlpack,
     decode_by_dlpack,
@@ -36,6 +36,7 @@ from jaxpaged.bridge.dlpack_calls import (
 )
 from jaxpaged.bridge.launch import warn_once
 from jaxpaged.bridge.mosaic_abi import unavailable
+from jaxpaged.bridge.op_arguments import Arguments
 from jaxpaged.bridge.plan_calls import plan_on_gpu
 from jaxpaged.bridge.prefill_calls import prefill_on_gpu
 from jaxpaged.bridge.prefill_plan_calls import plan_prefill_on_gpu
@@ -136,60 +137,32 @@ def _fallback(name: str, reason: str) -> Callable[..., Any]:
     return call
 
 
-def _fake_plan(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    block_table: Any,
-    seq_lens: Any,
-    query_start_loc: Any,
-    max_query_len: int,
-    batch_invariant: bool,
-    scale: float,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    soft_cap: float,
-    k_scale: Any = None,
-    v_scale: Any = None,
-) -> Any:
-    scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-    key, value, *scales = _unstrided(key_cache, value_cache, k_scale, v_scale)
-    how = (max_query_len, batch_invariant, scores, *scales)
-    requests, shares, workspace = plan_sizes(query, key, value, block_table, *how)
-    integers = (block_table.new_empty(size, dtype=torch.int32) for size in (requests, shares))
-    return *integers, block_table.new_empty(workspace, dtype=torch.uint8)
+def _fake_plan(*given: Any, **named: Any) -> Any:
+    call = _unstrided(Arguments.of(plan_on_gpu, given, named))
+    requests, shares, workspace = plan_sizes(*call.layer, *call.how)
+    integers = (call.block_table.new_empty(size, dtype=torch.int32) for size in (requests, shares))
+    return *integers, call.block_table.new_empty(workspace, dtype=torch.uint8)
 
 
-def _unstrided(*tensors: Any) -> list[Any]:
-    """How caches are strided makes no difference to a plan, and can't be read off tensors that have no memory."""
-    return [None if x is None else x.new_empty([int(n) for n in x.shape]) for x in tensors]
-
-
-def _fake_prefill_plan(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    block_table: Any,
-    seq_lens: Any,
-    query_start_loc: Any,
-    batch_invariant: bool,
-    scale: float,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    soft_cap: float,
-    k_scale: Any = None,
-    v_scale: Any = None,
-) -> Any:
-    if block_table.device.type == "cpu":
-        numbers, workspace = 2 * block_table.shape[0] + 1, 0
+def _fake_prefill_plan(*given: Any, **named: Any) -> Any:
+    call = Arguments.of(plan_prefill_on_gpu, given, named)
+    if call.block_table.device.type == "cpu":
+        numbers, workspace = 2 * call.block_table.shape[0] + 1, 0
     else:
-        scores = ScoreOptions(scale, causal, window_left, window_right, soft_cap)
-        key, value, *scales = _unstrided(key_cache, value_cache, k_scale, v_scale)
-        found = prefill_shapes(query, key, value, block_table, batch_invariant, scores, *scales)
-        numbers, workspace = plan_numbers(found.fields()), prefill_workspace_bytes(found, block_table, query)
-    return block_table.new_empty(numbers, dtype=torch.int32), block_table.new_empty(workspace, dtype=torch.uint8)
+        call = _unstrided(call)
+        found = prefill_shapes(*call.layer, *call.how)
+        numbers = plan_numbers(found.fields())
+        workspace = prefill_workspace_bytes(found, call.block_table, call.query)
+    new = call.block_table.new_empty
+    return new(numbers, dtype=torch.int32), new(workspace, dtype=torch.uint8)
+
+
+def _unstrided(call: Arguments) -> Arguments:
+    """How caches are strided makes no difference to a plan, and can't be read off tensors that have no memory."""
+    names = ("key_cache", "value_cache", "k_scale", "v_scale")
+    tensors = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
+    compact = {name: x.new_empty([int(n) for n in x.shape]) for name, x in tensors.items()}
+    return Arguments(**{**vars(call), **compact})
 
 
 _FAKES: dict[str, Callable[..., Any]] = {"plan_decode": _fake_plan, "plan_prefill": _fake_prefill_plan}
