@@ -14,8 +14,8 @@ from jaxpaged.bridge.launch import ALIGNMENT, Launches, moved, program
 from jaxpaged.bridge.plan_calls import Planner
 from jaxpaged.bridge.process import forget_after_fork
 from jaxpaged.metadata.checks import check_shape
-from jaxpaged.pallas.decode import DecodeShape
 from jaxpaged.pallas.decode_plan import NUM_FIELDS
+from jaxpaged.pallas.decode_shape import DecodeShape
 
 _MISALIGNED = ALIGNMENT - 1
 _ALIGNED = ("query", "key_cache", "value_cache", "out", "workspace")

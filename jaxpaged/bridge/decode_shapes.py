@@ -15,9 +15,9 @@ from jaxpaged.metadata.buckets import next_bucket
 from jaxpaged.metadata.checks import check_shape
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.attention import DTYPES, most_decoded_lens, refusal
-from jaxpaged.pallas.decode import DecodeShape
 from jaxpaged.pallas.decode_plan import NUM_FIELDS, DecodePlan
 from jaxpaged.pallas.decode_plan_kernel import DecodeCut
+from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.reference.attention import AttentionOptions
 
 

@@ -18,9 +18,9 @@ from jaxpaged.pallas import merge as merging
 from jaxpaged.pallas import prefill as prefilling
 from jaxpaged.pallas.block_pairs import BlockPairs
 from jaxpaged.pallas.config import decode_config, prefill_config
-from jaxpaged.pallas.decode import DecodeShape
 from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.decode_plan_kernel import DecodeCut, plan_decode_by_kernel
+from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.prefill import PrefillShape
 from jaxpaged.pallas.prefill_merge import merge_parts
 from jaxpaged.pallas.prefill_plan import PrefillPlan, PrefillTiling
@@ -82,7 +82,7 @@ def decode(
     Args:
       query: [num_tokens, heads, head_size], of which the first `num_heads` heads count.
       block_table: [num_reqs, columns] int32.
-      slopes, sinks: `decode.per_column` of ALiBi's slopes and of sinks, or None.
+      slopes, sinks: `decode_shape.per_column` of ALiBi's slopes and of sinks, or None.
       options: without arrays.
       out: [num_tokens, num_heads, v_head_size].
       lse: [num_tokens, num_heads] float32 for natural lses, or None.

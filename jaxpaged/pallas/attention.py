@@ -21,8 +21,9 @@ from jaxpaged.pallas.cascade import (
 from jaxpaged.pallas.chunks import chunk_refusal, in_chunks
 from jaxpaged.pallas.combine import attending_rows, combine, decoded_lse, rows_of_requests
 from jaxpaged.pallas.config import decode_config, most_decoded_rows, prefill_config, prefill_fits
-from jaxpaged.pallas.decode import DecodeShape, decode, per_column, workspace_types
+from jaxpaged.pallas.decode import decode
 from jaxpaged.pallas.decode_plan import DecodePlan
+from jaxpaged.pallas.decode_shape import DecodeShape, per_column, workspace_types
 from jaxpaged.pallas.eight_bits import has_row_scales, scale_refusal
 from jaxpaged.pallas.functions import function_refusal
 from jaxpaged.pallas.mosaic import Interpreter

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
-from jaxpaged.pallas.decode import DecodeShape
+from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.decode_teams import reduction_numbers
 from jaxpaged.pallas.eight_bits import product_dtype
 from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape

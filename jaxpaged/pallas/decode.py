@@ -12,10 +12,8 @@ counts as masked.
 Whole requests go to the output; parts of requests to a workspace, for `combine.py`.
 """
 
-import dataclasses
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,11 +23,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.metadata.batch import PagedBatch
-from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES, KVCache
-from jaxpaged.metadata.layout import CacheDims, KVLayout
+from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas import decode_plan as field
 from jaxpaged.pallas import decode_teams
 from jaxpaged.pallas.decode_plan import DecodePlan
+from jaxpaged.pallas.decode_shape import DecodeShape, divided, per_column, reduction_bytes, workspace_types
 from jaxpaged.pallas.decode_teams import (
     REGISTERS,
     Merged,
@@ -38,7 +36,6 @@ from jaxpaged.pallas.decode_teams import (
     maximum,
     merge,
     own_tiles,
-    reduction_numbers,
     summed,
 )
 from jaxpaged.pallas.eight_bits import (
@@ -63,7 +60,6 @@ from jaxpaged.pallas.mosaic import (
 )
 from jaxpaged.pallas.paged_tiles import (
     CHUNK,
-    PagedTiles,
     Span,
     Stream,
     chunk_slice,
@@ -81,111 +77,6 @@ from jaxpaged.reference.attention import AttentionOptions, attended_range
 
 BY_ROW = plgpu.Layout.WGMMA.reduce(0)
 """How one number for each row of a request lies in registers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeShape:
-    """What a decode kernel is compiled for.
-
-    Attributes:
-      query_dtype, dtype: of the queries, and of the products.
-      cache_dtype, buffer_dtype: of the numbers in the cache, and of the buffers that hold them.
-      heads: kv heads that share a tile.
-      group: query heads of these.
-      max_query_len: new tokens a request.
-      tile, stages: positions a tile, and tiles in the ring.
-      warpgroups: that compute; their number divides that of stages.
-      fewest_tiles: in a share.
-      overlaps: whether to begin while the kernel before is still running, and not to end before it: it must write
-        nothing that this one reads or writes, and all before it must have ended when its CTAs let this one start.
-      by_request: whether the output is [num_reqs, num_kv_heads, padded v_head_size, columns] float32, no sinks, for
-        a merge with another state.
-    """
-
-    layout: KVLayout
-    dims: CacheDims
-    query_dtype: Any
-    dtype: Any
-    cache_dtype: Any
-    buffer_dtype: Any
-    out_dtype: Any
-    num_tokens: int
-    heads: int
-    group: int
-    max_query_len: int
-    num_shares: int
-    tile: int
-    stages: int
-    warpgroups: int
-    fewest_tiles: int
-    overlaps: bool = False
-    by_request: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Rows of a request: for each kv head that shares a tile, token by token, the query heads of its own."""
-        return self.group * self.max_query_len
-
-    @property
-    def runs(self) -> Iterator[tuple[int, int, int, int]]:
-        """Rows that lie side by side in queries and output: their token, their first query head and row, how many."""
-        if self.max_query_len == 1:
-            yield 0, 0, 0, self.group
-            return
-        own = self.group // self.heads
-        for token, h in itertools.product(range(self.max_query_len), range(self.heads)):
-            yield token, h * own, (h * self.max_query_len + token) * own, own
-
-    def place(self, row: Any) -> tuple[Any, Any]:
-        """The token of a row, and its query head among the group's."""
-        own = self.group // self.heads
-        kv_head, rest = _divided(row, own * self.max_query_len)
-        token, head = _divided(rest, own)
-        return token, kv_head * own + head
-
-    def row(self, token: Any, head: Any) -> Any:
-        """The row of a token and one of the group's query heads; anything for a token that there is no row for."""
-        if self.max_query_len == 1:
-            return head
-        own = self.group // self.heads
-        kv_head, member = _divided(head, own)
-        return (kv_head * self.max_query_len + token) * own + member
-
-    @property
-    def columns(self) -> int:
-        """Rows to a multiple of 8, the narrow side of the products."""
-        return -(-self.rows // 8) * 8
-
-    @property
-    def head_groups(self) -> int:
-        """How many times as many kv heads there are as share a tile."""
-        return self.dims.num_kv_heads // self.heads
-
-    @property
-    def scores(self) -> tuple[int, int]:
-        """The shape of a tile's scores."""
-        return self.tile * self.heads, self.columns
-
-    def tiles(self, which: Any) -> PagedTiles:
-        return PagedTiles(which, self.layout, self.dims, self.buffer_dtype, self.tile, self.stages, self.heads)
-
-    @property
-    def quantized(self) -> bool:
-        return self.cache_dtype in QUANTIZED_DTYPES
-
-    @property
-    def query_copies(self) -> int:
-        """Copies that bring a request's queries."""
-        return len(list(self.runs)) * (1 if self.quantized else self.tiles("key").chunks)
-
-    @property
-    def swizzled(self) -> tuple[Any, ...]:
-        """How rows of operands of the products lie in shared memory."""
-        return swizzled(self.dtype)
-
-    @property
-    def padded_v_size(self) -> int:
-        return self.tiles("value").chunks * CHUNK
 
 
 class Operands(NamedTuple):
@@ -265,27 +156,6 @@ class Softmax(NamedTuple):
     acc: tuple[Any, ...]
 
 
-def _divided(x: Any, y: int) -> tuple[Any, Any]:
-    """Quotient and remainder of numbers of 0 or more, vectors or not."""
-    by = jnp.full(jnp.shape(x), y, jnp.int32) if jnp.ndim(x) else jnp.int32(y)
-    return lax.div(x, by), lax.rem(x, by)
-
-
-def reduction_bytes(shape: DecodeShape) -> int:
-    """Shared memory for a number of each row and thread, so that all maxima are found in one meeting of threads."""
-    return 4 * reduction_numbers(shape.columns) if shape.warpgroups == 1 else 0
-
-
-def workspace_types(shape: DecodeShape, num_reqs: int) -> tuple[Any, Any, Any]:
-    """Of the parts' outputs and lses, and of whole requests' lses; see `decode`."""
-    heads, parts = shape.head_groups, 2 * shape.num_shares
-    return (
-        jax.ShapeDtypeStruct((parts, heads, shape.padded_v_size, shape.columns), jnp.float32),
-        jax.ShapeDtypeStruct((parts, heads, shape.columns), jnp.float32),
-        jax.ShapeDtypeStruct((num_reqs, heads, shape.columns), jnp.float32),
-    )
-
-
 def decode(
     query: Any,
     cache: KVCache,
@@ -342,16 +212,6 @@ def decode(
     )(*given.values(), *refs)
     part_out, part_lse, whole_lse = made if workspace is None else map(jax.freeze, refs)
     return part_out, part_lse, whole_lse
-
-
-def per_column(x: Any, shape: DecodeShape) -> Any:
-    """Values per query head [.., num_heads] as [.., 1, rows of all heads and 8] float32; as they are where they have
-    three axes already."""
-    if x is None or x.ndim == 3:
-        return x
-    by_kv_head = x.astype(jnp.float32).reshape(-1, shape.dims.num_kv_heads, shape.group // shape.heads)
-    rows = jnp.tile(by_kv_head, shape.max_query_len).reshape(len(by_kv_head), 1, -1)
-    return jnp.pad(rows, [(0, 0), (0, 0), (0, 8)])
 
 
 def columns_of(values: Any, request: Any, shape: DecodeShape) -> Any:
@@ -644,8 +504,8 @@ def _step(
 def _of_one_head(shape: DecodeShape) -> Any:
     """Which scores of a tile are of a key and a query of one kv head."""
     size = shape.scores
-    of_query, _ = _divided(iota(size, 1), shape.rows // shape.heads)
-    of_key, _ = _divided(iota(size, 0), shape.tile)
+    of_query, _ = divided(iota(size, 1), shape.rows // shape.heads)
+    of_key, _ = divided(iota(size, 0), shape.tile)
     return jnp.minimum(of_query, shape.heads - 1) == of_key
 
 

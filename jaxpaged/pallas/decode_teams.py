@@ -19,7 +19,8 @@ from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.ranges import Loop, ceil_div
 
 if TYPE_CHECKING:
-    from jaxpaged.pallas.decode import DecodeShape, Memory, Softmax
+    from jaxpaged.pallas.decode import Memory, Softmax
+    from jaxpaged.pallas.decode_shape import DecodeShape
 
 BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 PEAK, TOTAL = 0, 1

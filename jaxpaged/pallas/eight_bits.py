@@ -30,7 +30,8 @@ from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.row_tiles import rows_layout
 
 if TYPE_CHECKING:
-    from jaxpaged.pallas.decode import DecodeShape, Memory, Operands
+    from jaxpaged.pallas.decode import Memory, Operands
+    from jaxpaged.pallas.decode_shape import DecodeShape
 
 UNIT = 1
 """The row of `Memory.by_column` for the units of queries."""

@@ -16,8 +16,8 @@ from jax import lax
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
-from jaxpaged.pallas.decode import DecodeShape
 from jaxpaged.pallas.decode_plan import tiles_of_requests
+from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape
 from jaxpaged.pallas.prefill_plan import PrefillTiling, total_steps
 from jaxpaged.pallas.tuning import Gpu

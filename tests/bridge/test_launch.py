@@ -24,7 +24,7 @@ from jaxpaged.bridge.plan_calls import plan_on_gpu
 from jaxpaged.bridge.write_calls import pieces, warm_up_writes, write_on_gpu
 from jaxpaged.pallas.block_pairs import BlockPairs
 from jaxpaged.pallas.block_pairs import block_pairs as numpy_pairs
-from jaxpaged.pallas.decode import per_column
+from jaxpaged.pallas.decode_shape import per_column
 from jaxpaged.pallas.mosaic import kernel
 
 STREAM = 77
