@@ -124,7 +124,9 @@ def _combine(
         zeros = plgpu.layout_cast(jnp.zeros(size, shape.out_dtype), plgpu.Layout.WGMMA)
         store(transposed(o_s), zeros)
         plgpu.commit_smem()
-        lax.fori_loop(0, q_len, lambda token, _: send(token, 0, 0, shape.group), None)
+        for of_token, *run in shape.runs:
+            if of_token == 0:
+                lax.fori_loop(0, q_len, lambda token, _, run=run: send(token, *run), None)
 
     def send_lse(of_row: Callable[[Any], Any]) -> None:
         """Write natural lses by token and head, given them by row in units of log 2."""

@@ -60,13 +60,14 @@ class DecodeShape:
 
     @property
     def runs(self) -> Iterator[tuple[int, int, int, int]]:
-        """Rows that lie side by side in queries and output: their token, their first query head and row, how many."""
-        if self.max_query_len == 1:
-            yield 0, 0, 0, self.group
-            return
-        own = self.group // self.heads
-        for token, h in itertools.product(range(self.max_query_len), range(self.heads)):
-            yield token, h * own, (h * self.max_query_len + token) * own, own
+        """Rows that lie side by side in queries and output: their token, their first query head and row, how many.
+
+        Of padded heads few at a time: eight rows Mosaic would send by tiles, which the end of such a head does not fill.
+        """
+        heads, own = (1, self.group) if self.max_query_len == 1 else (self.heads, self.group // self.heads)
+        most = own if self.dims.v_head_size % CHUNK == 0 else 4
+        for token, h, i in itertools.product(range(self.max_query_len), range(heads), range(0, own, most)):
+            yield token, h * own + i, (h * self.max_query_len + token) * own + i, min(most, own - i)
 
     def place(self, row: Any) -> tuple[Any, Any]:
         """The token of a row, and its query head among the group's."""
