@@ -25,7 +25,6 @@ from jaxpaged.pallas.prefill import PrefillShape
 from jaxpaged.pallas.prefill_merge import merge_parts
 from jaxpaged.pallas.prefill_plan import PrefillPlan, PrefillTiling
 from jaxpaged.pallas.prefill_plan_kernel import plan_prefill_by_kernel
-from jaxpaged.pallas.side_by_side import Sides
 from jaxpaged.pallas.tuning import Gpu
 from jaxpaged.reference.attention import AttentionOptions
 
@@ -50,18 +49,11 @@ def swap_blocks(source: KVCache, target: KVCache, pairs: BlockPairs) -> KVCache:
 
 
 def plan_decode(
-    cache: KVCache,
-    block_table: Any,
-    seq_lens: Any,
-    query_start_loc: Any,
-    num_tokens: Any = None,
-    shares: Any = None,
-    *,
-    cut: DecodeCut,
+    cache: KVCache, block_table: Any, seq_lens: Any, query_start_loc: Any, num_tokens: Any = None, *, cut: DecodeCut
 ) -> DecodePlan:
     """`decode_plan_kernel.plan_decode_by_kernel`."""
     batch = PagedBatch(block_table, seq_lens, query_start_loc, None, cut.max_query_len)
-    return plan_decode_by_kernel(cache, batch, cut, interpret=None, num_tokens=num_tokens, shares=shares)
+    return plan_decode_by_kernel(cache, batch, cut, interpret=None, num_tokens=num_tokens)
 
 
 def decode(
@@ -128,7 +120,6 @@ class PrefillCut:
     num_tokens: int
     num_heads: int
     shortest: int
-    sides: Sides | None
 
 
 def plan_prefill(
@@ -149,9 +140,7 @@ def plan_prefill(
     batch = PagedBatch(block_table, seq_lens, query_start_loc, None, None)
     sizes: dict[str, Any] = {"num_tokens": cut.num_tokens, "num_heads": cut.num_heads, "shortest": cut.shortest}
     there = (num_reqs, num_tokens)
-    return plan_prefill_by_kernel(
-        cache, batch, cut.options, cut.tiling, **sizes, interpret=None, there=there, sides=cut.sides
-    )
+    return plan_prefill_by_kernel(cache, batch, cut.options, cut.tiling, **sizes, interpret=None, there=there)
 
 
 def prefill(

@@ -96,7 +96,7 @@ class _Planner:
         one = jax.ShapeDtypeStruct((1,), jnp.int32)
         arguments = (self._cache, *self._batch(found.rows), one, one)
         made = program(kernel_functions.plan_prefill, *arguments, cut=found.cut, device=self._index)
-        self._launch = made.bind(*places_of(self._cache), 4, 5, 6, 7, 8, results=range(9, 9 + len(found.planned)))
+        self._launch = made.bind(*places_of(self._cache), 4, 5, 6, 7, 8, results=(9, 10, 11, 12))
         self._decode_planners: dict[int, Any] = {}
         self._numbers = _number_addresses(self._device, 0)
 
@@ -116,9 +116,10 @@ class _Planner:
         batch = (block_table.data_ptr(), seq_lens.data_ptr(), query_start_loc.data_ptr())
         counts = (self._numbers + 4 * num_reqs, self._numbers + 4 * num_tokens)
         to = addresses_in(plan, self._fields)
-        self._launch((0, 0, 0, 0, *batch, *counts, *(to[name] for name in self._found.planned)))
+        names = ("work", "counts", "tile_starts", "parts")
+        self._launch((0, 0, 0, 0, *batch, *counts, *(to[name] for name in names)))
         if decode is not None:
-            decode((0, 0, 0, 0, *batch, counts[1], to["requests"], to["shares"], to.get("used_shares", 0)))
+            decode((0, 0, 0, 0, *batch, counts[1], to["requests"], to["shares"]))
         return plan, workspace
 
     def _batch(self, num_reqs: int) -> tuple[Any, Any, Any]:
@@ -129,13 +130,10 @@ class _Planner:
     def _decode_planner(self, num_reqs: int) -> Any:
         found = self._decode_planners.get(num_reqs)
         if found is None:
-            one = jax.ShapeDtypeStruct((1,), jnp.int32)
-            given = (one,) if self._found.sides is None else (one, one)
-            arguments = (self._cache, *self._batch(num_reqs), *given)
+            arguments = (self._cache, *self._batch(num_reqs), jax.ShapeDtypeStruct((1,), jnp.int32))
             cut = self._found.decode_cut
             made = program(kernel_functions.plan_decode, *arguments, cut=cut, device=self._index)
-            places = (*places_of(self._cache), 4, 5, 6, 7, *[10] * (len(given) - 1))
-            found = self._decode_planners[num_reqs] = made.bind(*places, results=(8, 9))
+            found = self._decode_planners[num_reqs] = made.bind(*places_of(self._cache), 4, 5, 6, 7, results=(8, 9))
         return found
 
     def _check_rows(self, block_table: torch.Tensor) -> None:

@@ -35,13 +35,10 @@ from jaxpaged.pallas.decode_plan_kernel import DecodeCut
 from jaxpaged.pallas.plans import prefill_refusal
 from jaxpaged.pallas.prefill import PrefillShape
 from jaxpaged.pallas.prefill_plan import NUM_FIELDS, PrefillPlan, PrefillTiling, most_items
-from jaxpaged.pallas.side_by_side import Sides, sides_of
 from jaxpaged.reference.attention import AttentionOptions
 
 _ALIGNMENT = 4
 """Numbers: where an array of a plan may begin."""
-PLANNED = ("work", "counts", "tile_starts", "parts")
-"""The arrays of a plan that prefill reads, in order."""
 Field = tuple[int, tuple[int, ...]]
 """Where an array begins in a plan, in numbers, and its shape."""
 
@@ -54,7 +51,6 @@ class PrefillShapes(NamedTuple):
       num_heads, query_dtype: of the query; the output has its dtype, too.
       decode: for requests of one new token, if another kernel takes them, which starts where prefill's last CTAs have
         ended.
-      sides: what the plan divides between the two, if it does.
       options: of the scores.
     """
 
@@ -65,19 +61,13 @@ class PrefillShapes(NamedTuple):
     query_dtype: Any
     tiling: PrefillTiling
     decode: DecodeShapes | None
-    sides: Sides | None
     options: AttentionOptions
     batch_invariant: bool
 
     @property
     def cut(self) -> PrefillCut:
         shortest = 1 if self.decode is None else 2
-        return PrefillCut(self.options, self.tiling, self.tokens, self.num_heads, shortest, self.sides)
-
-    @property
-    def planned(self) -> tuple[str, ...]:
-        """The arrays that the plan's kernel for prefill writes, in order."""
-        return PLANNED if self.sides is None else (*PLANNED, "used_shares")
+        return PrefillCut(self.options, self.tiling, self.tokens, self.num_heads, shortest)
 
     @property
     def decode_cut(self) -> DecodeCut:
@@ -88,16 +78,13 @@ class PrefillShapes(NamedTuple):
     def fields(self) -> dict[str, Field]:
         """The arrays of a plan, which lie in one tensor of int32."""
         heads = self.cache.cache.num_kv_heads if self.tiling.packed else self.num_heads
-        fewest_lists = None if self.sides is None else self.sides.fewest_lists
-        room = most_items(self.tokens, self.rows, self.tiling, heads, fewest_lists)
+        room = most_items(self.tokens, self.rows, self.tiling, heads)
         shapes: dict[str, tuple[int, ...]] = {
             "work": (self.tiling.num_ctas, room, NUM_FIELDS),
             "counts": (self.tiling.num_ctas,),
             "tile_starts": (self.rows + 1,),
             "parts": (),
         }
-        if self.sides is not None:
-            shapes["used_shares"] = (1,)
         if self.decode is not None:
             shapes["requests"] = (self.decode.rows + 1, decode_plan.NUM_FIELDS)
             shapes["shares"] = (self.decode.shape.num_shares, 4)
@@ -162,11 +149,7 @@ def prefill_shapes(
         batch_invariant=batch_invariant,
         gpu=gpu(key_cache.device),
     )
-    sides = None
-    if decode is not None and not batch_invariant:
-        sides = sides_of(cache, decode.shape, shape, gpu(key_cache.device))
-    cut = (shape.tiling, decode, sides, options, batch_invariant)
-    result = PrefillShapes(found, rows, tokens, num_heads, query_dtype, *cut)
+    result = PrefillShapes(found, rows, tokens, num_heads, query_dtype, shape.tiling, decode, options, batch_invariant)
     how = {"num_tokens": tokens, "num_heads": num_heads, "shortest": result.cut.shortest}
     _refuse(prefill_refusal(cache, batch, options, shape.tiling, **how))
     return result
@@ -199,7 +182,8 @@ def prefill_shape(
 def plan_shapes(found: PrefillShapes) -> PrefillPlan:
     """Shapes of the arrays of a plan of prefill."""
     fields = found.fields()
-    return PrefillPlan(*(jax.ShapeDtypeStruct(fields[name][1], jnp.int32) for name in PLANNED))
+    names = ("work", "counts", "tile_starts", "parts")
+    return PrefillPlan(*(jax.ShapeDtypeStruct(fields[name][1], jnp.int32) for name in names))
 
 
 def prefill_arguments(

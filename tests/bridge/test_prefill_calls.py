@@ -73,9 +73,9 @@ def test_a_mixed_step_is_planned_by_two_kernels_and_attended_to_by_three(recorde
     (_, planned), (_, decode_planned) = recorder.launches
     at = step.at(plan)
     counts = (numbers() + 4 * 16, numbers() + 4 * 4096)
-    arrays = ("work", "counts", "tile_starts", "parts", "used_shares")
+    arrays = ("work", "counts", "tile_starts", "parts")
     assert planned == (*address(*step.batch), *counts, *(at[name] for name in arrays))
-    assert decode_planned == (*address(*step.batch), counts[1], at["used_shares"], at["requests"], at["shares"])
+    assert decode_planned == (*address(*step.batch), counts[1], at["requests"], at["shares"])
     recorder.launches.clear()
     out = step.attend((plan, workspace))
     numbered = [number for number, _ in recorder.launches]
