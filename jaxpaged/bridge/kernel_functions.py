@@ -138,7 +138,7 @@ def plan_prefill(
       num_reqs, num_tokens: [1] int32, how many there are.
     """
     batch = PagedBatch(block_table, seq_lens, query_start_loc, None, None)
-    sizes: dict[str, Any] = {"num_tokens": cut.num_tokens, "num_heads": cut.num_heads, "shortest": cut.shortest}
+    sizes = {"num_tokens": cut.num_tokens, "num_heads": cut.num_heads, "shortest": cut.shortest}
     there = (num_reqs, num_tokens)
     return plan_prefill_by_kernel(cache, batch, cut.options, cut.tiling, **sizes, interpret=None, there=there)
 

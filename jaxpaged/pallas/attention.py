@@ -33,7 +33,7 @@ from jaxpaged.pallas.prefill_merge import merge_parts
 from jaxpaged.pallas.prefill_plan import PrefillPlan
 from jaxpaged.pallas.prefill_rows import row_requests, rows_of_tiles
 from jaxpaged.pallas.scores import LN2
-from jaxpaged.pallas.side_by_side import sides_of
+from jaxpaged.pallas.side_by_side import divide, fewest_lists
 from jaxpaged.pallas.tuning import Gpu, gpu_of
 from jaxpaged.reference.attention import AttentionOptions
 
@@ -158,12 +158,15 @@ def paged_attention(
     sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "shortest": longest + 1}
     if not all_decoded:
         tiles = prefill_config(query, cache, batch, options, out_dtype, return_lse, batch_invariant, gpu)
-    if tiles is not None:
-        sides = None if shape is None or batch_invariant else sides_of(cache, shape, tiles, gpu)
-        prefill_plan = plan_prefill(cache, batch, options, tiles.tiling, **sizes, **planner, sides=sides)
+    division = None
+    if shape is not None and tiles is not None and not (batch_invariant or plan_by_kernel):
+        division = divide(cache, batch, options, shape, tiles, gpu, **sizes)
     if shape is not None:
-        shares = None if prefill_plan is None else prefill_plan.shares
+        shares = None if division is None else division.shares
         plan = _plan_decode(cache, batch, options, shape, shares=shares, **kind, **planner)
+    if tiles is not None:
+        some = {} if division is None else {"lists": division.lists, "fewest_lists": fewest_lists(gpu.num_sms)}
+        prefill_plan = plan_prefill(cache, batch, options, tiles.tiling, **sizes, **some, **planner)
     out = jax.new_ref(lax.empty((num_tokens, num_heads, cache.v_head_size), out_dtype))
     if prefill_plan is None:
         lse = _decode(query, cache, batch, plan, options, shape, out, return_lse, interpret)

@@ -39,29 +39,19 @@ class DecodeCut:
 
 
 def plan_decode_by_kernel(
-    cache: KVCache,
-    batch: PagedBatch,
-    cut: DecodeCut,
-    *,
-    interpret: Interpreter | None,
-    num_tokens: Any = None,
-    shares: Any = None,
+    cache: KVCache, batch: PagedBatch, cut: DecodeCut, *, interpret: Interpreter | None, num_tokens: Any = None
 ) -> DecodePlan:
     """`plan_decode`, without a mask function and with nothing to skip.
 
     Args:
       num_tokens: [1] int32, how many tokens there are, where the query has room for more and others are elsewhere; None
         for as many as the cut says.
-      shares: [] or [1] int32, how many of the shares may get work; None for all.
     """
     num_reqs = batch.num_reqs
     num_shares = num_reqs if cut.batch_invariant else cut.num_shares
     dims = dataclasses.replace(BatchDims.of(cache, batch), rows=cut.num_tokens)
-    named = {"block_table": batch.block_table, "seq_lens": batch.seq_lens, "query_start_loc": batch.query_start_loc}
-    named |= {"num_tokens": num_tokens, "shares": None if shares is None else shares.reshape(1)}
-    named = {name: x for name, x in named.items() if x is not None}
-    requests, rows_of_shares = kernel(
-        functools.partial(_plan, cut, dims, interpret, tuple(named)),
+    requests, shares = kernel(
+        functools.partial(_plan, cut, dims, interpret),
         out_type=[
             jax.ShapeDtypeStruct((num_reqs + 1, NUM_FIELDS), jnp.int32),
             jax.ShapeDtypeStruct((num_shares, 4), jnp.int32),
@@ -70,25 +60,24 @@ def plan_decode_by_kernel(
         grid_names=("request",),
         interpret=interpret,
         kernel_name="paged_decode_plan",
-    )(*named.values())
-    return DecodePlan(requests, rows_of_shares)
+    )(*(x for x in (batch.block_table, batch.seq_lens, batch.query_start_loc, num_tokens) if x is not None))
+    return DecodePlan(requests, shares)
 
 
 MOST_SUMMED = 8 * WARPGROUP
 """Requests whose tiles are summed at a time."""
 
 
-def _plan(cut: DecodeCut, dims: BatchDims, interpret: Interpreter | None, names: tuple[str, ...], *refs: Any) -> None:
+def _plan(cut: DecodeCut, dims: BatchDims, interpret: Interpreter | None, *refs: Any) -> None:
     """The kernel."""
     *given, requests, shares = refs
-    named = dict(zip(names, given, strict=True))
-    used = named.pop("shares", None)
-    batch = BatchRefs(**named)
+    table, lens, starts, *num_tokens = given
+    batch = BatchRefs(table, lens, starts, num_tokens=num_tokens[0] if num_tokens else None)
     me = lax.axis_index("request")
     # The CTA of the rows of no request looks at the last request's blocks for nothing.
     first_blocks = dims.bad_blocks(batch, jnp.minimum(me, dims.num_reqs - 1), interpret)
     begin, total = _sums(cut, dims, batch, me, interpret)
-    size = jnp.maximum(ceil_div(total, cut.num_shares if used is None else used[0]), cut.min_tiles)
+    size = jnp.maximum(ceil_div(total, cut.num_shares), cut.min_tiles)
 
     @pl.when(me < dims.num_reqs)
     def _() -> None:

@@ -14,7 +14,6 @@ from jaxpaged.pallas.decode_plan_kernel import DecodeCut, plan_decode_by_kernel
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.prefill_plan import PrefillPlan, PrefillTiling
 from jaxpaged.pallas.prefill_plan_kernel import lists_of, plan_prefill_by_kernel
-from jaxpaged.pallas.side_by_side import Sides, divide
 from jaxpaged.reference.attention import AttentionOptions
 
 SMEM_BYTES = 220 * 1024
@@ -58,8 +57,8 @@ def plan_decode(
     **how: Any,
 ) -> DecodePlan:
     """`decode_plan.plan_decode`, by a kernel if asked for and unless `decode_refusal` says why not."""
-    if by_kernel and decode_refusal(options, skip) is None:
-        return plan_decode_by_kernel(cache, batch, DecodeCut(options, **how), interpret=interpret, shares=shares)
+    if by_kernel and shares is None and decode_refusal(options, skip) is None:
+        return plan_decode_by_kernel(cache, batch, DecodeCut(options, **how), interpret=interpret)
     return decode_plan.plan_decode(cache, batch, options, num_heads=num_heads, skip=skip, shares=shares, **how)
 
 
@@ -71,18 +70,9 @@ def plan_prefill(
     *,
     by_kernel: bool,
     interpret: Interpreter | None,
-    sides: Sides | None = None,
     **how: Any,
 ) -> PrefillPlan:
-    """`prefill_plan.plan_prefill`, by a kernel if asked for and unless `prefill_refusal` says why not.
-
-    Args:
-      sides: what is to be divided between prefill and decode, or None.
-    """
+    """`prefill_plan.plan_prefill`, by a kernel if asked for and unless `prefill_refusal` says why not."""
     if by_kernel and prefill_refusal(cache, batch, options, tiling, **how) is None:
-        return plan_prefill_by_kernel(cache, batch, options, tiling, **how, sides=sides, interpret=interpret)
-    if sides is None:
-        return prefill_plan.plan_prefill(cache, batch, options, tiling, **how)
-    division = divide(cache, batch, options, sides, tiling, **how)
-    some = {"lists": division.lists, "fewest_lists": sides.fewest_lists}
-    return prefill_plan.plan_prefill(cache, batch, options, tiling, **how, **some)._replace(shares=division.shares)
+        return plan_prefill_by_kernel(cache, batch, options, tiling, **how, interpret=interpret)
+    return prefill_plan.plan_prefill(cache, batch, options, tiling, **how)

@@ -10,7 +10,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.pallas.batch_dims import BatchDims, BatchRefs
-from jaxpaged.pallas.decode_plan import tiles_of_requests
 from jaxpaged.pallas.lanes import (
     MOST_SCANNED,
     WARPGROUP,
@@ -34,7 +33,6 @@ from jaxpaged.pallas.prefill_plan import (
     steps_of_part,
 )
 from jaxpaged.pallas.ranges import ceil_div, div
-from jaxpaged.pallas.side_by_side import Division, Sides
 from jaxpaged.reference.attention import AttentionOptions
 
 
@@ -74,28 +72,18 @@ class Groups(NamedTuple):
     backward: Any
     first_list: Any
 
-    def in_rest(self, group: Any, target: Any, num_lists: Any) -> Any:
+    def in_rest(self, group: Any, target: Any, num_lists: int) -> Any:
         """1 for lists that get an item in a group's last turn, else 0."""
         return _in_rest(self.rest[group], self.backward[group], self.first_list[group], target, num_lists)
 
 
 class Sizes(NamedTuple):
-    """Numbers that are found on the way: of pieces, parts of a tile, pieces with steps, units that make a group, and
-    lists that get items."""
+    """Numbers that are found on the way: of pieces, parts of a tile, pieces with steps, and units that make a group."""
 
     pieces: Any
     parts: Any
     worked: Any
     group_units: Any
-    division: Division
-
-
-class Totals(NamedTuple):
-    """Of all requests: tiles, units, and tiles of those that decode takes."""
-
-    tiles: Any
-    units: Any
-    decoded: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +94,6 @@ class PrefillLists:
       heads: kv heads.
       per_pair: query heads that are tiles of their own, of each kv head.
       least_units: see `group_units`.
-      sides: what is to be divided between prefill and decode, or None.
     """
 
     dims: BatchDims
@@ -117,7 +104,6 @@ class PrefillLists:
     per_pair: int
     shortest: int
     least_units: int
-    sides: Sides | None = None
 
     @property
     def most_tiles(self) -> int:
@@ -156,8 +142,8 @@ class PrefillLists:
 
     def fill_requests(
         self, batch: BatchRefs, lists: Requests, sums: Any, tile_starts: Any, writes: Any, interpret: Interpreter | None
-    ) -> Totals:
-        """Fill the list of requests.
+    ) -> tuple[Any, Any]:
+        """Fill the list of requests; return the numbers of tiles and of units.
 
         Args:
           tile_starts: [num_reqs + 1, 1] int32 in global memory, which the CTA for which `writes` holds writes.
@@ -168,7 +154,7 @@ class PrefillLists:
         end = batch.query_start_loc[there]
         end = end if batch.num_tokens is None else jnp.minimum(end, num_tokens)
 
-        def fill(i: Any, before: Totals) -> Totals:
+        def fill(i: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
             request = indices(at_once) + i * at_once
             real, none = request < there, request == num_reqs
             first_row, q_len, kv_len = self.dims.lens(batch, jnp.minimum(request, there - 1), interpret)
@@ -179,23 +165,16 @@ class PrefillLists:
             units = ceil_div(jnp.maximum(kv_len, 0), UNIT)
             tile_sums, all_tiles = prefix_sum(tiles, sums, interpret)
             unit_sums, all_units = prefix_sum(units, sums, interpret)
-            first_tile = before.tiles + tile_sums - tiles
-            found = Requests(first_tile, before.units + unit_sums - units, units, first_row, q_len, kv_len)
+            first_tile = before[0] + tile_sums - tiles
+            found = Requests(first_tile, before[1] + unit_sums - units, units, first_row, q_len, kv_len)
             _store(lists, found, i * at_once)
             scatter(tile_starts, [request], [first_tile], writes & (request <= num_reqs), interpret)
-            decoded = before.decoded + self._decoded_tiles(real, q_len, kv_len)
-            return Totals(before.tiles + all_tiles, before.units + all_units, decoded)
+            return before[0] + all_tiles, before[1] + all_units
 
-        totals = lax.fori_loop(0, pl.cdiv(num_reqs + 2, at_once), fill, Totals(*[jnp.int32(0)] * 3))
+        zero = jnp.int32(0)
+        totals = lax.fori_loop(0, pl.cdiv(num_reqs + 2, at_once), fill, (zero, zero))
         plgpu.commit_smem()
         return totals
-
-    def _decoded_tiles(self, real: Any, q_len: Any, kv_len: Any) -> Any:
-        """Tiles of those of some requests that decode takes, of one kv head; 0 where nothing is divided."""
-        if self.sides is None:
-            return jnp.int32(0)
-        tiles = tiles_of_requests(self.options, q_len, kv_len, self.sides.max_query_len, self.sides.tile)[2]
-        return jnp.sum(jnp.where(real, tiles, 0))
 
     def cut_piece(self, requests: Requests, request: Any, piece: Any, parts: Any, read: Any) -> tuple[Any, ...]:
         """Of a piece: its tile and part; first row in the request, number of rows, position of the first; first step
@@ -213,19 +192,18 @@ class PrefillLists:
         return tile, part, *rows, first_step + skipped, steps
 
     def fill_pieces(
-        self, requests: Requests, totals: Totals, lists: Pieces, sums: Any, interpret: Interpreter | None
+        self, requests: Requests, tiles: Any, units: Any, lists: Pieces, sums: Any, interpret: Interpreter | None
     ) -> Sizes:
-        """Fill the list of pieces."""
+        """Fill the list of pieces, given the number of tiles and of units."""
         at_once = self.pieces_at_once
-        tiles = jnp.minimum(totals.tiles, self.most_tiles)
+        tiles = jnp.minimum(tiles, self.most_tiles)
         parts = number_of_parts(self.tiling, tiles * (self.heads * self.per_pair))
         pieces = tiles * parts
 
         def look_up(ref: Any, index: Any) -> Any:
             return gather(ref, index, interpret)
 
-        def fill(i: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
-            worked_before, steps_before = before
+        def fill(i: Any, before: Any) -> Any:
             piece = indices(at_once) + i * at_once
             tile = piece if self.tiling.most_parts == 1 else div(piece, parts)
             request = last_at_most(requests.first_tile, tile, self.dims.num_reqs + 1, interpret)
@@ -233,18 +211,13 @@ class PrefillLists:
             cost = jnp.where(piece < pieces, jnp.minimum(steps, MOST_STEPS), 0)
             worked = jnp.where(cost > 0, 1, 0)
             worked_sums, all_worked = prefix_sum(worked, sums, interpret)
-            _store(lists, Pieces(cost, worked_before + worked_sums - worked, request), i * at_once)
-            steps_here = jnp.int32(0) if self.sides is None else jnp.sum(cost)
-            return worked_before + all_worked, steps_before + steps_here
+            _store(lists, Pieces(cost, before + worked_sums - worked, request), i * at_once)
+            return before + all_worked
 
         # The end is looked up, too.
-        none = (jnp.int32(0), jnp.int32(0))
-        worked, all_steps = lax.fori_loop(0, ceil_div(pieces + 1, at_once), fill, none)
+        worked = lax.fori_loop(0, ceil_div(pieces + 1, at_once), fill, jnp.int32(0))
         plgpu.commit_smem()
-        division = Division(jnp.int32(0), self.tiling.num_ctas)
-        if self.sides is not None:
-            division = self.sides.best(totals.decoded, all_steps * (self.heads * self.per_pair))
-        return Sizes(pieces, parts, worked, group_units(self.least_units, self.heads, totals.units), division)
+        return Sizes(pieces, parts, worked, group_units(self.least_units, self.heads, units))
 
     def fill_groups(
         self,
@@ -257,7 +230,7 @@ class PrefillLists:
         interpret: Interpreter | None,
     ) -> Any:
         """Fill the list of groups; return the length of one of prefill's lists, `me`."""
-        heads, num_lists = self.heads, sizes.division.lists
+        heads, num_lists = self.heads, self.tiling.num_ctas
         group = indices(WARPGROUP)
         first_unit = jnp.minimum(group, MAX_GROUPS) * sizes.group_units  # of all heads
         request = last_at_most(requests.first_unit, div(first_unit, heads), self.dims.num_reqs + 1, interpret)
@@ -278,16 +251,14 @@ class PrefillLists:
         # A group's last, partial turn runs backwards if it is an odd one; the next group starts at the lists left out.
         moved = jnp.where(backward == 0, rest, -rest)
         moved_before = prefix_sum(moved, sums, interpret)[0] - moved
-        first_list = moved_before + MAX_GROUPS * num_lists
-        first_list -= div(first_list, num_lists) * num_lists
+        first_list = lax.rem(moved_before + MAX_GROUPS * num_lists, jnp.int32(num_lists))
         turns_before = prefix_sum(turns, sums, interpret)[0] - turns
         _store(lists[4:], (turns_before, rest, backward, first_list), 0)
         plgpu.commit_smem()
-        items_of_me = jnp.sum(turns + _in_rest(rest, backward, first_list, me, num_lists))
-        return items_of_me if self.sides is None else jnp.where(me < num_lists, items_of_me, 0)
+        return jnp.sum(turns + _in_rest(rest, backward, first_list, me, num_lists))
 
 
-def _in_rest(rest: Any, backward: Any, first_list: Any, target: Any, num_lists: Any) -> Any:
+def _in_rest(rest: Any, backward: Any, first_list: Any, target: Any, num_lists: int) -> Any:
     place = target - first_list
     place = jnp.where(place < 0, place + num_lists, place)
     place += backward * (num_lists - 1 - 2 * place)  # a scalar can't select among vectors

@@ -66,8 +66,6 @@ class PrefillPlan(NamedTuple):
     """[] int32: parts of each tile."""
     kept_steps: Any = None
     """[most tiles * most steps] int32, the steps in which a mask function keeps something, if some may be skipped."""
-    shares: Any = None
-    """[] int32, how many shares of decode get work, where multiprocessors are divided; see `side_by_side.py`."""
 
 
 def most_tiles(num_tokens: int, num_reqs: int, tiling: PrefillTiling) -> int:
@@ -103,7 +101,7 @@ def plan_prefill(
     heads = cache.num_kv_heads
     tiles = _tiles(cache, batch, options, tiling, num_tokens, num_heads, shortest)
     used = tiling.num_ctas if lists is None else lists
-    tiles, parts = _in_parts(tiles, tiling, heads if tiling.packed else num_heads)
+    tiles, parts = _in_parts(tiles, tiling, heads if tiling.packed else num_heads, used)
     order, group, count = _order(cache, batch, tiles, tiling)
     cta, slot, counts = _deal(group, count, num_heads // heads if not tiling.packed else 1, tiling.num_ctas, used)
     entry = order[:, None] + jnp.zeros_like(cta)
@@ -131,8 +129,7 @@ def total_steps(
     """[] int32: steps of all items of a plan."""
     tiles = _tiles(cache, batch, options, tiling, num_tokens, num_heads, shortest)
     heads = cache.num_kv_heads if tiling.packed else num_heads
-    steps = jnp.minimum(tiles.fields[:, STEPS], MOST_STEPS)
-    return heads * jnp.sum(jnp.where(tiles.valid, steps, 0), dtype=jnp.int32)
+    return heads * jnp.sum(jnp.where(tiles.valid, tiles.fields[:, STEPS], 0), dtype=jnp.int32)
 
 
 def cut_tile(
@@ -149,9 +146,9 @@ def cut_tile(
     return first, rows, first_pos, first_step, steps
 
 
-def number_of_parts(tiling: PrefillTiling, items: Any) -> Any:
-    """Parts of each tile, so that every CTA has one, given the tiles of all heads."""
-    return jnp.clip(div(tiling.num_ctas, jnp.maximum(items, 1)), 1, tiling.most_parts)
+def number_of_parts(tiling: PrefillTiling, items: Any, lists: Any = None) -> Any:
+    """Parts of each tile, so that every list has one, given the tiles of all heads; of all lists, or of so many."""
+    return jnp.clip(div(tiling.num_ctas if lists is None else lists, jnp.maximum(items, 1)), 1, tiling.most_parts)
 
 
 def steps_of_part(steps: Any, part: Any, parts: Any) -> tuple[Any, Any]:
@@ -220,13 +217,13 @@ def _tiles(
     return _Tiles(fields, tile < ends[-1], ends - per_request, kept_steps)
 
 
-def _in_parts(tiles: _Tiles, tiling: PrefillTiling, num_heads: int) -> tuple[_Tiles, Any]:
+def _in_parts(tiles: _Tiles, tiling: PrefillTiling, num_heads: int, lists: Any) -> tuple[_Tiles, Any]:
     """The tiles' steps split evenly into as many parts as give each CTA one, and their number."""
     most = tiling.most_parts
     if most == 1:
         return tiles, jnp.int32(1)
     items = jnp.sum(tiles.valid) * num_heads
-    parts = number_of_parts(tiling, items).astype(jnp.int32)
+    parts = number_of_parts(tiling, items, lists).astype(jnp.int32)
     part = jnp.arange(most, dtype=jnp.int32)
     skipped, steps = steps_of_part(tiles.fields[:, None, STEPS], part, parts)
     fields = jnp.repeat(tiles.fields[:, None], most, axis=1)

@@ -5,7 +5,6 @@ those before it. These are of pieces that lie side by side in a list, since a gr
 head. Each CTA makes that list by itself, and then writes the items of a few pieces.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -32,7 +31,6 @@ from jaxpaged.pallas.prefill_plan import (
     most_items,
 )
 from jaxpaged.pallas.ranges import ceil_div, div
-from jaxpaged.pallas.side_by_side import Sides
 from jaxpaged.reference.attention import AttentionOptions
 
 CTAS_PER_LIST = 4
@@ -52,23 +50,19 @@ def plan_prefill_by_kernel(
     shortest: int,
     interpret: Interpreter | None,
     there: tuple[Any, Any] = (None, None),
-    sides: Sides | None = None,
 ) -> PrefillPlan:
     """`plan_prefill`, without a mask function, if `lists_of` fits in shared memory.
 
     Args:
       there: [1] int32 each, how many requests and tokens there are, which may be fewer than a program has room for.
-      sides: what is to be divided between prefill and decode, or None.
     """
     lists = lists_of(cache, batch, options, tiling, num_tokens=num_tokens, num_heads=num_heads, shortest=shortest)
-    lists = dataclasses.replace(lists, sides=sides)
     num_lists = tiling.num_ctas
-    fewest = None if sides is None else sides.fewest_lists
-    room = most_items(num_tokens, batch.num_reqs, tiling, lists.heads * lists.per_pair, fewest)
-    shapes = ((num_lists, room, NUM_FIELDS), (num_lists,), (batch.num_reqs + 1, 1), (1,), *[(1,)] * (sides is not None))
+    room = most_items(num_tokens, batch.num_reqs, tiling, lists.heads * lists.per_pair)
+    shapes = ((num_lists, room, NUM_FIELDS), (num_lists,), (batch.num_reqs + 1, 1), (1,))
     ctas = max(num_lists, min(lists.most_pieces, CTAS_PER_LIST * num_lists))
     operands = [x for x in (batch.block_table, batch.seq_lens, batch.query_start_loc, *there) if x is not None]
-    work, counts, tile_starts, parts, *shares = kernel(
+    work, counts, tile_starts, parts = kernel(
         functools.partial(_plan, lists, ctas, interpret, len(operands)),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
         grid=(ctas,),
@@ -78,8 +72,7 @@ def plan_prefill_by_kernel(
         interpret=interpret,
         kernel_name="paged_prefill_plan",
     )(*operands)
-    plan = PrefillPlan(work, counts, tile_starts.reshape(-1), parts.reshape(()))
-    return plan if sides is None else plan._replace(shares=shares[0].reshape(()))
+    return PrefillPlan(work, counts, tile_starts.reshape(-1), parts.reshape(()))
 
 
 def lists_of(
@@ -143,17 +136,15 @@ def _plan(
     sums: Any,
 ) -> None:
     """The kernel."""
-    batch, (work, counts, tile_starts, parts, *shares) = BatchRefs(*refs[:num_operands]), refs[num_operands:]
+    batch, (work, counts, tile_starts, parts) = BatchRefs(*refs[:num_operands]), refs[num_operands:]
     me = lax.axis_index("cta")
     totals = lists.fill_requests(batch, requests, sums, tile_starts, me == 0, interpret)
-    sizes = lists.fill_pieces(requests, totals, pieces, sums, interpret)
+    sizes = lists.fill_pieces(requests, *totals, pieces, sums, interpret)
     count = lists.fill_groups(requests, pieces, sizes, groups, sums, me, interpret)
 
     @pl.when(me == 0)
     def _() -> None:
         parts[0] = sizes.parts
-        for ref in shares:
-            ref[0] = sizes.division.shares
 
     @pl.when(me < lists.tiling.num_ctas)
     def _() -> None:
@@ -215,7 +206,7 @@ def _write_piece(lists: PrefillLists, known: _Known, number: Any, interpret: Int
 
 def _write_group(lists: PrefillLists, known: _Known, piece: _Piece, group: Any, interpret: Interpreter | None) -> None:
     """Write those items of a piece that are in a group."""
-    groups, num_lists, per_pair = known.groups, known.sizes.division.lists, lists.per_pair
+    groups, num_lists, per_pair = known.groups, lists.tiling.num_ctas, lists.per_pair
     num_heads = lists.heads * per_pair
     head = indices(whole(num_heads))
     kv_head = div(head, per_pair)

@@ -18,7 +18,6 @@ from jaxpaged.pallas import attention, batch_dims, decode_plan_kernel, plans, pr
 from jaxpaged.pallas.decode_plan import DAMAGED, Q_LEN, Q_START
 from jaxpaged.pallas.mosaic import interpreter
 from jaxpaged.pallas.prefill_plan import FIRST_ROW, ROWS, PrefillTiling
-from jaxpaged.pallas.side_by_side import Sides
 from jaxpaged.testing.cases import every_third
 
 HEADS, KV_HEADS = 4, 2
@@ -118,11 +117,6 @@ PREFILLS: dict[str, dict[str, Any]] = {
         "tiling": PrefillTiling(32, False, 64, 5, most_parts=1, l2_bytes=1 << 30),
         "options": {"window": (50, 0)},
         "shortest": 9,
-    },
-    "divided": {
-        "tiling": PrefillTiling(32, False, 64, 6, most_parts=1, l2_bytes=1 << 14),
-        "shortest": 2,
-        "sides": Sides(6, 9, 1, 64, ((1, 1), (2, 1), (3, 2), (4, 3)), tile_bytes=20_000_000, step_flops=600_000_000),
     },
 }
 few_examples = settings(
