@@ -33,7 +33,6 @@ from jaxpaged.pallas.prefill_merge import merge_parts
 from jaxpaged.pallas.prefill_plan import PrefillPlan
 from jaxpaged.pallas.prefill_rows import row_requests, rows_of_tiles
 from jaxpaged.pallas.scores import LN2
-from jaxpaged.pallas.side_by_side import divide, fewest_lists
 from jaxpaged.pallas.tuning import Gpu, gpu_of
 from jaxpaged.reference.attention import AttentionOptions
 
@@ -155,18 +154,11 @@ def paged_attention(
         shape = decode_config(query, cache, batch, out_dtype, batch_invariant, longest, gpu)
         shape = dataclasses.replace(shape, overlaps=not all_decoded)
         kind = {"others_elsewhere": not all_decoded, "batch_invariant": batch_invariant}
-    sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "shortest": longest + 1}
+        plan = _plan_decode(cache, batch, options, shape, **kind, **planner)
     if not all_decoded:
         tiles = prefill_config(query, cache, batch, options, out_dtype, return_lse, batch_invariant, gpu)
-    division = None
-    if shape is not None and tiles is not None and not (batch_invariant or plan_by_kernel):
-        division = divide(cache, batch, options, shape, tiles, gpu, **sizes)
-    if shape is not None:
-        shares = None if division is None else division.shares
-        plan = _plan_decode(cache, batch, options, shape, shares=shares, **kind, **planner)
-    if tiles is not None:
-        some = {} if division is None else {"lists": division.lists, "fewest_lists": fewest_lists(gpu.num_sms)}
-        prefill_plan = plan_prefill(cache, batch, options, tiles.tiling, **sizes, **some, **planner)
+        sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "shortest": longest + 1}
+        prefill_plan = plan_prefill(cache, batch, options, tiles.tiling, **sizes, **planner)
     out = jax.new_ref(lax.empty((num_tokens, num_heads, cache.v_head_size), out_dtype))
     if prefill_plan is None:
         lse = _decode(query, cache, batch, plan, options, shape, out, return_lse, interpret)

@@ -50,7 +50,6 @@ def plan_decode(
     others_elsewhere: bool,
     batch_invariant: bool,
     skip: Any = None,
-    shares: Any = None,
 ) -> DecodePlan:
     """The plan for requests with up to `max_query_len` new tokens.
 
@@ -61,7 +60,6 @@ def plan_decode(
       others_elsewhere: requests with more new tokens, and rows of no request, are another kernel's.
       batch_invariant: each request is a share, whatever else is in the batch.
       skip: [] int32, first positions of each request that are not attended to, a multiple of `tile`.
-      shares: [] int32, how many of the shares may get work, the first ones; None for all.
     """
     starts = jnp.clip(batch.query_start_loc, 0, num_tokens)  # no row may be written that there isn't
     q_len = starts[1:] - starts[:-1]
@@ -77,15 +75,15 @@ def plan_decode(
     end = jnp.cumsum(tiles, dtype=jnp.int32)
     begin = end - tiles
     if batch_invariant:
-        rows_of_shares = jnp.stack([request, request, begin, end], axis=1)
+        shares = jnp.stack([request, request, begin, end], axis=1)
         first_share = last_share = request
     else:
-        size = jnp.maximum(-(-end[-1] // (num_shares if shares is None else shares)), min_tiles)
+        size = jnp.maximum(-(-end[-1] // num_shares), min_tiles)
         lower = jnp.minimum(jnp.arange(num_shares, dtype=jnp.int32) * size, end[-1])
         upper = jnp.minimum(lower + size, end[-1])
         first = jnp.sum(end <= lower[:, None], axis=1)
         last = jnp.sum(end < upper[:, None], axis=1)
-        rows_of_shares = jnp.stack([first, jnp.where(upper > lower, last, first - 1), lower, upper], axis=1)
+        shares = jnp.stack([first, jnp.where(upper > lower, last, first - 1), lower, upper], axis=1)
         first_share, last_share = begin // size, (end - 1) // size
     damaged = damaged_requests(cache, batch, kv_len).astype(jnp.int32)
     rows = jnp.where(short, q_len, -1) if others_elsewhere else q_len
@@ -93,7 +91,7 @@ def plan_decode(
     requests = jnp.stack([x.astype(jnp.int32) for x in columns], axis=1)
     outside = jnp.zeros((1, NUM_FIELDS), jnp.int32).at[0, Q_START].set(starts[-1])
     outside = outside.at[0, Q_LEN].set(-1 if others_elsewhere else num_tokens - starts[-1])
-    return DecodePlan(jnp.concatenate([requests, outside]), rows_of_shares.astype(jnp.int32), kept_tiles)
+    return DecodePlan(jnp.concatenate([requests, outside]), shares.astype(jnp.int32), kept_tiles)
 
 
 def tiles_of_requests(

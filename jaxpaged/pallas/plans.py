@@ -53,13 +53,12 @@ def plan_decode(
     interpret: Interpreter | None,
     num_heads: int,
     skip: Any = None,
-    shares: Any = None,
     **how: Any,
 ) -> DecodePlan:
     """`decode_plan.plan_decode`, by a kernel if asked for and unless `decode_refusal` says why not."""
-    if by_kernel and shares is None and decode_refusal(options, skip) is None:
+    if by_kernel and decode_refusal(options, skip) is None:
         return plan_decode_by_kernel(cache, batch, DecodeCut(options, **how), interpret=interpret)
-    return decode_plan.plan_decode(cache, batch, options, num_heads=num_heads, skip=skip, shares=shares, **how)
+    return decode_plan.plan_decode(cache, batch, options, num_heads=num_heads, skip=skip, **how)
 
 
 def plan_prefill(

@@ -73,12 +73,10 @@ def most_tiles(num_tokens: int, num_reqs: int, tiling: PrefillTiling) -> int:
     return num_tokens // tiling.tokens + num_reqs + 1
 
 
-def most_items(
-    num_tokens: int, num_reqs: int, tiling: PrefillTiling, num_heads: int, fewest_lists: int | None = None
-) -> int:
+def most_items(num_tokens: int, num_reqs: int, tiling: PrefillTiling, num_heads: int) -> int:
     """A bound on the number of a CTA's items; each group gives one at most more than an even share."""
     items = most_tiles(num_tokens, num_reqs, tiling) * tiling.most_parts * num_heads
-    return items // (fewest_lists or tiling.num_ctas) + MAX_GROUPS + 1
+    return items // tiling.num_ctas + MAX_GROUPS + 1
 
 
 def plan_prefill(
@@ -90,46 +88,23 @@ def plan_prefill(
     num_tokens: int,
     num_heads: int,
     shortest: int,
-    lists: Any = None,
-    fewest_lists: int | None = None,
 ) -> PrefillPlan:
-    """The plan for requests with `shortest` new tokens or more, and for the rows of no request, which are cleared.
-
-    Args:
-      lists: [] int32, how many of the lists get work, the first ones; at least `fewest_lists`. None for all.
-    """
+    """The plan for requests with `shortest` new tokens or more, and for the rows of no request, which are cleared."""
     heads = cache.num_kv_heads
     tiles = _tiles(cache, batch, options, tiling, num_tokens, num_heads, shortest)
-    used = tiling.num_ctas if lists is None else lists
-    tiles, parts = _in_parts(tiles, tiling, heads if tiling.packed else num_heads, used)
+    tiles, parts = _in_parts(tiles, tiling, heads if tiling.packed else num_heads)
     order, group, count = _order(cache, batch, tiles, tiling)
-    cta, slot, counts = _deal(group, count, num_heads // heads if not tiling.packed else 1, tiling.num_ctas, used)
+    cta, slot, counts = _deal(group, count, num_heads // heads if not tiling.packed else 1, tiling.num_ctas)
     entry = order[:, None] + jnp.zeros_like(cta)
     per_entry = cta.shape[1]
     tile, kv_head = entry // heads, entry % heads
     head = kv_head * per_entry + jnp.arange(per_entry)
     fields = jnp.concatenate([tiles.fields[tile], tile[..., None]], axis=-1)
     fields = fields.at[..., HEAD].set(head).astype(jnp.int32)
-    room = most_items(num_tokens, batch.num_reqs, tiling, heads * per_entry, fewest_lists)
+    room = most_items(num_tokens, batch.num_reqs, tiling, heads * per_entry)
     work = jnp.zeros((tiling.num_ctas, room, NUM_FIELDS), jnp.int32)
     work = work.at[cta, slot].set(fields, mode="drop")
     return PrefillPlan(work, counts.astype(jnp.int32), tiles.starts, parts, tiles.kept_steps)
-
-
-def total_steps(
-    cache: KVCache,
-    batch: PagedBatch,
-    options: AttentionOptions,
-    tiling: PrefillTiling,
-    *,
-    num_tokens: int,
-    num_heads: int,
-    shortest: int,
-) -> Any:
-    """[] int32: steps of all items of a plan."""
-    tiles = _tiles(cache, batch, options, tiling, num_tokens, num_heads, shortest)
-    heads = cache.num_kv_heads if tiling.packed else num_heads
-    return heads * jnp.sum(jnp.where(tiles.valid, tiles.fields[:, STEPS], 0), dtype=jnp.int32)
 
 
 def cut_tile(
@@ -146,9 +121,9 @@ def cut_tile(
     return first, rows, first_pos, first_step, steps
 
 
-def number_of_parts(tiling: PrefillTiling, items: Any, lists: Any = None) -> Any:
-    """Parts of each tile, so that every list has one, given the tiles of all heads; of all lists, or of so many."""
-    return jnp.clip(div(tiling.num_ctas if lists is None else lists, jnp.maximum(items, 1)), 1, tiling.most_parts)
+def number_of_parts(tiling: PrefillTiling, items: Any) -> Any:
+    """Parts of each tile, so that every CTA has one, given the tiles of all heads."""
+    return jnp.clip(div(tiling.num_ctas, jnp.maximum(items, 1)), 1, tiling.most_parts)
 
 
 def steps_of_part(steps: Any, part: Any, parts: Any) -> tuple[Any, Any]:
@@ -217,13 +192,13 @@ def _tiles(
     return _Tiles(fields, tile < ends[-1], ends - per_request, kept_steps)
 
 
-def _in_parts(tiles: _Tiles, tiling: PrefillTiling, num_heads: int, lists: Any) -> tuple[_Tiles, Any]:
+def _in_parts(tiles: _Tiles, tiling: PrefillTiling, num_heads: int) -> tuple[_Tiles, Any]:
     """The tiles' steps split evenly into as many parts as give each CTA one, and their number."""
     most = tiling.most_parts
     if most == 1:
         return tiles, jnp.int32(1)
     items = jnp.sum(tiles.valid) * num_heads
-    parts = number_of_parts(tiling, items, lists).astype(jnp.int32)
+    parts = number_of_parts(tiling, items).astype(jnp.int32)
     part = jnp.arange(most, dtype=jnp.int32)
     skipped, steps = steps_of_part(tiles.fields[:, None, STEPS], part, parts)
     fields = jnp.repeat(tiles.fields[:, None], most, axis=1)
@@ -251,27 +226,27 @@ def _order(cache: KVCache, batch: PagedBatch, tiles: _Tiles, tiling: PrefillTili
     return order, sorted_group, count
 
 
-def _deal(group: Any, count: Any, per_pair: int, num_ctas: int, lists: Any) -> tuple[Any, Any, Any]:
+def _deal(group: Any, count: Any, per_pair: int, num_ctas: int) -> tuple[Any, Any, Any]:
     """For each sorted pair and each of its items, the CTA and the place in its list; and the lists' lengths.
 
-    A place past the end stands for no item. The first `lists` of the lists get some.
+    A place past the end stands for no item.
     """
     size = count * per_pair
-    rounds, rest = size // lists, size % lists
+    rounds, rest = size // num_ctas, size % num_ctas
     # A group's last, partial turn runs backwards when it is an odd one; the next group starts at the CTAs left out.
     moved = jnp.cumsum(jnp.where(rounds % 2 == 0, rest, -rest))
     offset = jnp.concatenate([jnp.zeros(1, moved.dtype), moved[:-1]])
     cta = jnp.arange(num_ctas)
-    turn_place = (cta - offset[:, None]) % lists
-    in_rest = jnp.where((rounds % 2 == 0)[:, None], turn_place, lists - 1 - turn_place) < rest[:, None]
-    held = jnp.where(cta < lists, rounds[:, None] + in_rest, 0)
+    turn_place = (cta - offset[:, None]) % num_ctas
+    in_rest = jnp.where((rounds % 2 == 0)[:, None], turn_place, num_ctas - 1 - turn_place) < rest[:, None]
+    held = rounds[:, None] + in_rest
     ends = jnp.cumsum(held, axis=0)
     known = jnp.minimum(group, MAX_GROUPS - 1)
     first = (jnp.cumsum(size) - size)[known]
     item = jnp.arange(group.shape[0])[:, None] * per_pair + jnp.arange(per_pair) - first[:, None]
-    turn, place = item // lists, item % lists
-    place = jnp.where(turn % 2 == 0, place, lists - 1 - place)
-    target = (place + offset[known][:, None]) % lists
+    turn, place = item // num_ctas, item % num_ctas
+    place = jnp.where(turn % 2 == 0, place, num_ctas - 1 - place)
+    target = (place + offset[known][:, None]) % num_ctas
     slot = (ends - held)[known[:, None], target] + turn
     slot = jnp.where((group < MAX_GROUPS)[:, None], slot, 2**30)
     return target, slot, ends[-1]
