@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -200,15 +199,16 @@ class PagedTiles:
 
     def copy(self, buffer: Any, smem: Any, slot: Any, blocks: Any, tile: Any, head: Any, barrier: Any) -> None:
         """Start filling a slot of the ring with the rows of a tile, whose first head is `head`."""
-        for (block, rows, place), h in itertools.product(self._copies(blocks, tile), range(self.heads)):
-            target = pl.ds(h * self.tile + place.start, place.size)
-            index = functools.partial(rows_index, self.layout, self.dims, self.which, block, rows, head + h)
-            if self._whole:
-                plgpu.copy_gmem_to_smem(buffer.at[index()], smem.at[slot, target, :], barrier.at[slot])
-                continue
-            for c in range(self.chunks):
-                part = buffer.at[index(chunk_slice(c, self.head_size))]
-                plgpu.copy_gmem_to_smem(part, smem.tma.at[slot * self.chunks + c, target, :], barrier.at[slot])
+        for block, rows, place in self._copies(blocks, tile):
+            for h in range(self.heads):
+                target = pl.ds(h * self.tile + place.start, place.size)
+                index = functools.partial(rows_index, self.layout, self.dims, self.which, block, rows, head + h)
+                if self._whole:
+                    plgpu.copy_gmem_to_smem(buffer.at[index()], smem.at[slot, target, :], barrier.at[slot])
+                    continue
+                for c in range(self.chunks):
+                    part = buffer.at[index(chunk_slice(c, self.head_size))]
+                    plgpu.copy_gmem_to_smem(part, smem.tma.at[slot * self.chunks + c, target, :], barrier.at[slot])
 
     @property
     def scale_rows(self) -> tuple[int, int]:
