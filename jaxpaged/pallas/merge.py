@@ -50,7 +50,7 @@ class MergePlan:
     def of(cls, outputs: Any, config: MergeTiles) -> "MergePlan":
         states, tokens, heads, width = outputs.shape
         dtype = jnp.dtype(outputs.dtype)
-        rows = max(config.rows, rows_step(pieces(width)[0][1], dtype.itemsize))
+        rows = fewest_tokens(width, dtype, config)
         plan = cls(states, tokens, heads, width, dtype, rows, min(config.stages, states))
         while plan.stages > 1 and plan.smem_bytes > SMEM_BYTES:
             plan = dataclasses.replace(plan, stages=plan.stages - 1)
@@ -88,6 +88,11 @@ def refusal(outputs: Any) -> str | None:
     return None
 
 
+def fewest_tokens(width: int, dtype: Any, config: MergeTiles | None = None) -> int:
+    """Tokens of a tile, which states that have fewer are padded to."""
+    return max((config or MergeTiles()).rows, rows_step(pieces(width)[0][1], jnp.dtype(dtype).itemsize))
+
+
 def merge_attention_states(
     outputs: Any, lses: Any, *, interpret: Interpreter | None = None, config: MergeTiles | None = None
 ) -> tuple[Any, Any]:
@@ -95,6 +100,12 @@ def merge_attention_states(
     plan = MergePlan.of(outputs, config or MergeTiles())
     if 0 in (plan.tokens, plan.heads, plan.width):
         return jnp.zeros(outputs.shape[1:], plan.dtype), jnp.full(lses.shape[1:], -jnp.inf, jnp.float32)
+    if plan.tokens < plan.rows:
+        # TMA ended in an illegal instruction on an H200 where a tile was larger than the array, of one token.
+        more = (0, plan.rows - plan.tokens)
+        padded = jnp.pad(outputs, ((0, 0), more, (0, 0), (0, 0))), jnp.pad(lses, ((0, 0), (0, 0), more))
+        out, lse = merge_attention_states(*padded, interpret=interpret, config=config)
+        return out[: plan.tokens], lse[:, : plan.tokens]
 
     def merge_states(*refs: Any, **scratch: Any) -> None:
         _merge_tile(plan, *refs, **scratch)
