@@ -62,7 +62,7 @@ class DecodeShape:
     def runs(self) -> Iterator[tuple[int, int, int, int]]:
         """Rows that lie side by side in queries and output: their token, their first query head and row, how many.
 
-        Of padded heads few at a time: eight rows Mosaic would send by tiles, which the end of such a head does not fill.
+        Of padded heads few at a time: eight rows would be sent by tiles, which the end of such a head does not fill.
         """
         heads, own = (1, self.group) if self.max_query_len == 1 else (self.heads, self.group // self.heads)
         most = own if self.dims.v_head_size % CHUNK == 0 else 4

@@ -254,7 +254,7 @@ def test_a_plan_of_prefill_is_one_kernel_for_any_number_of_requests(tokens: int)
         cache, options, query_dtype="bfloat16", num_tokens=tokens, num_heads=8, num_reqs=8, return_lse=False,
         batch_invariant=False, gpu=gpu_of(),
     )  # fmt: skip
-    cut = kernel_functions.PrefillCut(options, shape.tiling, tokens, 8, 2, None)
+    cut = kernel_functions.PrefillCut(options, shape.tiling, tokens, 8, 2)
     arrays = [array(s, jnp.int32) for s in ((8, 6), (8,), (9,), (1,), (1,))]
     calls = lowered(kernel_functions.plan_prefill, cache, *arrays, cut=cut)
     assert (len(calls.calls), calls.mutated, calls.intermediates, calls.constants) == (1, set(), (), {})

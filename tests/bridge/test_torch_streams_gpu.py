@@ -136,6 +136,7 @@ def test_the_order_of_a_stream_is_kept() -> None:
     assert torch.equal(seen, fresh)
 
 
+@pytest.mark.skipif("JAXPAGED_TEST_NATIVE" in os.environ, reason="the fault is planted in Python's launches")
 def test_a_launch_on_another_stream_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     other = torch.cuda.Stream()
     monkeypatch.setattr(launch, "_stream_of", lambda device: other.cuda_stream)

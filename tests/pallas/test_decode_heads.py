@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxpaged.pallas import decode
+from jaxpaged.pallas.mosaic import interpreter
 from jaxpaged.pallas.tuning import DecodeTiles, Rule, ShapeClass, gpu_of, tuned_for
 from jaxpaged.testing.cases import Case
 from jaxpaged.testing.doors import DOORS
@@ -35,9 +36,15 @@ CASES = [
 ]
 
 
+INTERPRETED = {"fewer positions than a tile", "parts of requests", "new tokens", "heads of 96", "float8 of 128"}
+"""With more heads than two; they are compiled with all."""
+
+
 @pytest.mark.parametrize("heads", [2, 4, 8])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_results_are_the_definitions(kernels: None, monkeypatch: pytest.MonkeyPatch, case: Case, heads: int) -> None:
+    if interpreter() is not None and heads > 2 and case.name not in INTERPRETED:
+        pytest.skip("interpreted with two heads alone, for the time that it takes")
     shapes: list[Any] = []
     allocate = decode._allocate
     monkeypatch.setattr(decode, "_allocate", lambda shape, *args: [shapes.append(shape), allocate(shape, *args)][1])

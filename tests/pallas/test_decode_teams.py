@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxpaged.pallas import decode
+from jaxpaged.pallas.mosaic import interpreter
 from jaxpaged.pallas.tuning import DecodeTiles, Rule, ShapeClass, gpu_of, tuned_for
 from jaxpaged.testing.cases import Case
 from jaxpaged.testing.doors import DOORS
@@ -26,11 +27,17 @@ CASES = [
 ]
 
 
+INTERPRETED = {"parts of requests", "new tokens", "float8 of 128"}
+"""With two warpgroups, too; they are compiled with all."""
+
+
 @pytest.mark.parametrize("warpgroups", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_results_are_the_definitions(
     kernels: None, monkeypatch: pytest.MonkeyPatch, case: Case, warpgroups: int
 ) -> None:
+    if interpreter() is not None and warpgroups < 3 and case.name not in INTERPRETED:
+        pytest.skip("interpreted with three warpgroups alone, for the time that it takes")
     shapes: list[Any] = []
     allocate = decode._allocate
     monkeypatch.setattr(decode, "_allocate", lambda shape, *args: [shapes.append(shape), allocate(shape, *args)][1])
