@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from jaxpaged.backends.attention_type import AttentionType, MetadataError
+from jaxpaged.backends.checks import on_gpu
 from jaxpaged.backends.flex_builder import FlexAttentionMetadataBuilder
 from jaxpaged.backends.flex_call import flex_attention_compiled, run_part, tile_mask
 from jaxpaged.backends.flex_masks import causal_mask_mod, physical_to_logical_mapping
 from jaxpaged.backends.flex_masks import offsets_to_doc_ids as _offsets_to_doc_ids_tensor
 from jaxpaged.backends.flex_metadata import FlexAttentionMetadata, create_block_mask_compiled
+from jaxpaged.backends.gpu_parts import GpuLayerCache, GpuPagedPart, attend_on_gpu, plan_of
 from jaxpaged.backends.layer_cache import layer_cache
 from jaxpaged.backends.outputs import check_output, store
 from jaxpaged.backends.parts import NewTokens, PagedPart, attend
@@ -172,33 +174,65 @@ class FlexAttentionImpl:
           output_scale: one float32 number by which results are divided to be stored in an `output` of 8 bits.
 
         Raises:
-          NotImplementedError: tensors that are not on the CPU.
+          NotImplementedError: on a GPU, what the kernels don't take, and masks and scores that users replaced.
           TypeError, ValueError: an argument, a user's function or the metadata don't fit; nothing has been written.
         """
         if output is None:
             raise ValueError("output: expected a tensor to write to, got None")
         if attn_metadata is None:
             return output
-        query, by_head, value_by_head = self._settings.heads(query, key, value)
+        gpu = on_gpu(query=query, key=key, value=value, kv_cache=kv_cache, output=output)
+        query, by_head, value_by_head = self._settings.heads(query, key, value, gpu)
         rows = query[: attn_metadata.num_actual_tokens]
         check_output(output, output_scale, None, rows)
-        check_shape("kv_cache", kv_cache.shape, (2, "num_blocks", "block_size", self.num_kv_heads, self.head_size))
-        cache = layer_cache(kv_cache[0], kv_cache[1], self.kv_cache_dtype, layer._k_scale, layer._v_scale)
+        self._check_batch(attn_metadata, rows, kv_cache)
         new: NewTokens | None = None
         if self.kv_sharing_target_layer_name is None:
             if by_head is None or value_by_head is None:
                 raise ValueError("key, value: expected the new tokens' keys and values, got None")
             new = by_head, value_by_head, attn_metadata.slot_mapping
+        if gpu:
+            self._attend_on_gpu(layer, rows, new, kv_cache, attn_metadata, output, output_scale)
+            return output
+        cache = layer_cache(kv_cache[0], kv_cache[1], self.kv_cache_dtype, layer._k_scale, layer._v_scale)
         store(attend(rows, [self._part(attn_metadata, rows, kv_cache)], cache, new), output, output_scale)
         return output
 
-    def _part(self, meta: FlexAttentionMetadata, rows: torch.Tensor, kv_cache: torch.Tensor) -> PagedPart:
+    def _check_batch(self, meta: FlexAttentionMetadata, rows: torch.Tensor, kv_cache: torch.Tensor) -> None:
+        check_shape("kv_cache", kv_cache.shape, (2, "num_blocks", "block_size", self.num_kv_heads, self.head_size))
         if rows.shape[0] != meta.num_actual_tokens:
             raise ValueError(f"query: expected {meta.num_actual_tokens} tokens or more, got {rows.shape[0]}")
         if kv_cache.shape[2] != meta.block_size:
             raise ValueError(
                 f"kv_cache: expected blocks of {meta.block_size}, as in attn_metadata, got {kv_cache.shape[2]}"
             )
+
+    def _attend_on_gpu(
+        self,
+        layer: Any,
+        rows: torch.Tensor,
+        new: NewTokens | None,
+        kv_cache: torch.Tensor,
+        meta: FlexAttentionMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None,
+    ) -> None:
+        """Write the first rows of `output`, directly if they have the query's dtype."""
+        if meta.is_replaced:
+            raise NotImplementedError(
+                "attn_metadata.logical_mask_mod, mask_mod, block_mask, score_mod: on a GPU, a user's are not "
+                "supported, expected them as they were made"
+            )
+        cache = GpuLayerCache.of(kv_cache[0], kv_cache[1], self.kv_cache_dtype, layer._k_scale, layer._v_scale)
+        plan = plan_of(meta, *meta.requests(), int(meta.max_query_len), ("block_table", "seq_lens"))
+        part = GpuPagedPart(slice(0, len(rows)), plan, self._options)
+        direct = output_scale is None and output.is_contiguous()
+        out = output[: len(rows)].view(rows.shape) if direct else None
+        result = attend_on_gpu(rows, [part], cache, new, out)
+        if not direct:
+            store(result, output, output_scale)
+
+    def _part(self, meta: FlexAttentionMetadata, rows: torch.Tensor, kv_cache: torch.Tensor) -> PagedPart:
         if meta.replaced_block_mask is None and meta.replaced_mask_mod is None:
             return self._logical_part(meta, rows.shape[0])
         return self._physical_part(meta, rows.shape[0], kv_cache)
@@ -211,9 +245,9 @@ class FlexAttentionImpl:
             mask_mod = logical if options.mask_mod is None else and_masks(options.mask_mod, logical)
             options = dataclasses.replace(options, causal=False, mask_mod=mask_mod)
         options = dataclasses.replace(options, physical_score_mod=self._score_mod(meta))
+        block_table, seq_lens, starts = meta.requests()
         part = PagedPart.of(
-            slice(0, num_tokens), options, block_table=meta.block_table[: meta.num_reqs],
-            seq_lens=meta.seq_lens[: meta.num_reqs], query_start_loc=meta.query_start_loc[: meta.num_reqs + 1],
+            slice(0, num_tokens), options, block_table=block_table, seq_lens=seq_lens, query_start_loc=starts,
             names=("block_table", "seq_lens"),
         )  # fmt: skip
         offset = to_numpy(meta.decode_offset[: meta.num_reqs], "decode_offset")

@@ -53,7 +53,8 @@ class FlexAttentionMetadataBuilder:
             num_reqs=num_reqs,
             physical_to_logical=physical_to_logical_mapping(tables, num_blocks),
             total_cache_tokens=num_blocks * self.block_size,
-            decode_offset=computed.to(self.runner.device, copy=True),
+            # Of a copy, which is not pinned: neither does the host wait for a GPU, nor does that see later changes.
+            decode_offset=computed.clone().to(self.runner.device, non_blocking=True),
         )
 
 

@@ -5,13 +5,14 @@ the cache. Its logical position is that in its own request.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from jaxpaged.backends.checks import check_int_tensor, check_tensors
+from jaxpaged.backends.checks import check_int_tensor, check_tensors, on_gpu
 from jaxpaged.bridge.dlpack import on_cpu, to_numpy
 from jaxpaged.metadata.block_table import physical_to_logical
 from jaxpaged.metadata.buckets import next_bucket
@@ -33,10 +34,15 @@ def offsets_to_doc_ids(offsets: torch.Tensor) -> torch.Tensor:
       offsets: [num_reqs + 1] int, where each request's tokens start.
 
     Returns:
-      [offsets[-1] - offsets[0]] int32.
+      [offsets[-1] - offsets[0]] int32. On a GPU the host waits to learn how many that are.
     """
-    check_tensors(offsets=offsets)
+    gpu = on_gpu(offsets=offsets)
+    if not gpu:
+        check_tensors(offsets=offsets)
     check_int_tensor("offsets", offsets, ("num_reqs + 1",))
+    if gpu:
+        tokens = torch.arange(int(offsets[0]), int(offsets[-1]), device=offsets.device, dtype=offsets.dtype)
+        return torch.searchsorted(offsets[1:].contiguous(), tokens, right=True, out_int32=True)
     starts = to_numpy(offsets - offsets[0])
     return torch.from_numpy(np.asarray(request_ids(starts, int(starts[-1]))))
 
@@ -47,14 +53,18 @@ def physical_to_logical_mapping(block_table: torch.Tensor, total_blocks: int | N
     Args:
       block_table: [max_reqs, max_num_blocks] int. Entries that are no block are ignored; of several entries of a row
         that name one block the last counts.
-      total_blocks: blocks of the cache; the largest of the table and one when None.
+      total_blocks: blocks of the cache; the largest of the table and one when None, for which on a GPU the host waits.
 
     Returns:
       [max_reqs, total_blocks] int64, the logical block of each physical one; -1 where a request has no such block, and
       for block 0.
     """
-    check_tensors(block_table=block_table)
+    gpu = on_gpu(block_table=block_table)
+    if not gpu:
+        check_tensors(block_table=block_table)
     check_int_tensor("block_table", block_table, ("max_reqs", "max_num_blocks"))
+    if gpu:
+        return _inverse_on_gpu(block_table, total_blocks)
     table = to_numpy(block_table)
     if total_blocks is None:
         total_blocks = max(int(table.max(initial=0)), 0) + 1
@@ -66,17 +76,31 @@ def physical_to_logical_mapping(block_table: torch.Tensor, total_blocks: int | N
     return torch.from_numpy(inverse[:num_reqs].astype(np.int64))
 
 
+def _inverse_on_gpu(block_table: torch.Tensor, total_blocks: int | None) -> torch.Tensor:
+    """`physical_to_logical_mapping` by PyTorch's kernels, in the order of its stream."""
+    table = block_table.long()
+    if total_blocks is None:
+        total_blocks = max(int(table.max()), 0) + 1 if table.numel() else 1
+    named = (table > 0) & (table < total_blocks)
+    logical = torch.arange(table.shape[1], device=table.device).expand_as(table)
+    inverse = torch.full((table.shape[0], total_blocks), -1, dtype=torch.int64, device=table.device)
+    return inverse.scatter_reduce_(1, torch.where(named, table, 0), torch.where(named, logical, -1), "amax")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class PagedMask:
     """A batch's mask over rows of the query and physical indices: a request's own tokens, as its logical mask says.
 
     Attributes:
       metadata: FlexAttentionMetadata, whose `logical_mask_mod` is looked up in each call.
-      request_of_token: [num_tokens] int32.
     """
 
     metadata: Any
-    request_of_token: torch.Tensor
+
+    @functools.cached_property
+    def request_of_token(self) -> torch.Tensor:
+        """[num_tokens] int32."""
+        return offsets_to_doc_ids(self.metadata.query_start_loc)
 
     def __call__(self, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
         meta = self.metadata

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from jaxpaged.backends.flex_masks import MaskMod, PagedMask, ScoreMod, causal_mask_mod, offsets_to_doc_ids
+from jaxpaged.backends.flex_masks import MaskMod, PagedMask, ScoreMod, causal_mask_mod
 
 create_block_mask_compiled = create_block_mask
 """Not compiled here: it would be for each number of tokens anew."""
@@ -22,7 +22,9 @@ class FlexAttentionMetadata:
 
     Attributes:
       num_actual_tokens: new tokens; rows of the query after them are padding.
-      max_query_len, max_seq_len, max_possible_sequence_length: not looked at.
+      max_query_len: no request has more new tokens; looked at on a GPU alone, where few of them have a kernel of their
+        own.
+      max_seq_len, max_possible_sequence_length: not looked at.
       query_start_loc: [num_reqs + 1] int32, where each request's tokens start in the query.
       seq_lens: [num_reqs] int32, all tokens of each request.
       block_table: [num_reqs, max_blocks_per_req] int32.
@@ -81,6 +83,7 @@ class FlexAttentionMetadata:
                 f"got {self.use_cascade} and {self.common_prefix_len}"
             )
         self._translations: dict[int, tuple[Any, Any]] = {}
+        self._requests: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] | None = None
         self.num_blocks = self.total_cache_tokens // self.block_size
         # Copies by `dataclasses.replace` come with what was made for the original.
         if self.mask_mod is None or isinstance(self.mask_mod, PagedMask):
@@ -90,7 +93,7 @@ class FlexAttentionMetadata:
 
     def get_mask_mod(self) -> MaskMod:
         """The mask function of this batch: each token attends to its own request's, as `logical_mask_mod` says."""
-        return PagedMask(self, offsets_to_doc_ids(self.query_start_loc))
+        return PagedMask(self)
 
     def build_block_mask(self) -> BlockMask:
         """PyTorch's block mask of `mask_mod`, over [num_actual_tokens, total_cache_tokens].
@@ -106,11 +109,25 @@ class FlexAttentionMetadata:
         _built.add(mask)
         return mask
 
+    def requests(self) -> tuple[torch.Tensor, ...]:
+        """The block table, lengths and starts of the `num_reqs` requests there are: the same tensors for all layers."""
+        given = self.block_table, self.seq_lens, self.query_start_loc
+        if self._requests is None or any(x is not y for x, y in zip(self._requests[0], given, strict=True)):
+            n = self.num_reqs
+            self._requests = given, (self.block_table[:n], self.seq_lens[:n], self.query_start_loc[: n + 1])
+        return self._requests[1]
+
     def translated(self, function: Any, translate: Callable[[Any], Any]) -> Any:
         """`translate(function)`, once for all layers of the step."""
         if id(function) not in self._translations:
             self._translations[id(function)] = function, translate(function)
         return self._translations[id(function)][1]
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a mask or the scores are a user's."""
+        masks = self.replaced_block_mask, self.replaced_mask_mod, self.score_mod
+        return any(x is not None for x in masks) or self.logical_mask_mod is not causal_mask_mod
 
     @property
     def replaced_block_mask(self) -> BlockMask | None:

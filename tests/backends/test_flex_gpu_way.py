@@ -1,0 +1,111 @@
+"""vLLM's FlexAttention backend on its way to the kernels, over tensors of the CPU."""
+
+import pytest
+import torch
+from gpu_way import take_the_way_of_a_gpu
+from instances import layer_scales
+from small_engine import TOLERANCE, SmallEngine, assert_close
+from test_flex import MIXED, OPTIONS, built, impl, run
+
+from jaxpaged.backends import cache_functions, flex, flex_masks, gpu_plan, outputs
+
+BF16 = torch.bfloat16
+DECODES = ([1, 1, 1], [40, 3, 61])
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return take_the_way_of_a_gpu(monkeypatch, cache_functions, flex, flex_masks, gpu_plan, outputs)
+
+
+def small(lens: object = MIXED) -> SmallEngine:
+    return SmallEngine(*lens, dtype=BF16, garbage=0)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("lens", "operator"), [(MIXED, "prefill"), (DECODES, "decode")], ids=["mixed", "decodes"])
+def test_batches_with_padding(called: list[str], name: str, lens: object, operator: str) -> None:
+    ours, oracles = OPTIONS[name]
+    engine = small(lens)
+    meta = built(engine)
+    out = run(impl(**ours), engine, meta, padding=6)
+    engine.check(out, **oracles)
+    assert called == [f"plan_{operator}", "reshape_and_cache", operator]
+    called.clear()
+    assert torch.equal(run(impl(**ours), engine, meta, padding=6), out)  # another layer: by the same plan
+    assert called == ["reshape_and_cache", operator]
+
+
+def test_a_batch_with_other_blocks_is_planned_anew(called: list[str]) -> None:
+    engine = small(DECODES)
+    meta = built(engine)
+    run(impl(), engine, meta)
+    meta.block_table = meta.block_table.clone()
+    engine.check(run(impl(), engine, meta))
+    assert called.count("plan_decode") == 2
+
+
+def test_outputs_of_other_strides_and_in_8_bits(called: list[str]) -> None:
+    engine = small()
+    shape = (len(engine.query), 4, 32)
+    strided = torch.zeros(shape[0], 4, 64, dtype=BF16)[..., ::2]
+    assert run(impl(), engine, built(engine), output=strided) is not None
+    assert_close(strided, engine.expected(), TOLERANCE[BF16])
+    eight, scale = torch.zeros(shape[0], 4 * 32, dtype=torch.float8_e4m3fn), torch.tensor(0.02)
+    x = [getattr(engine, name).view(-1, h, 32) for name, h in (("query", 4), ("key", 2), ("value", 2))]
+    impl().forward(layer_scales(), *x, engine.kv_cache, built(engine), eight, scale)
+    assert_close(eight.float().view(shape) * 0.02, engine.expected(), 0.05)
+
+
+def test_8_bit_caches_with_scales(called: list[str]) -> None:
+    engine = SmallEngine(*DECODES, dtype=BF16, garbage=0, head_size=64)
+    stored = torch.float8_e4m3fn
+    cache = torch.stack([engine.kv_cache[0].float() / 0.05, engine.kv_cache[1].float() / 0.02]).to(stored)
+    x = [getattr(engine, name).view(-1, h, 64) for name, h in (("query", 4), ("key", 2), ("value", 2))]
+    out = impl(kv_cache_dtype="fp8", head_size=64, scale=64**-0.5).forward(
+        layer_scales(0.05, 0.02), *x, cache.view(torch.uint8), built(engine), output=torch.empty_like(x[0])
+    )
+    engine.keys = [((x.float() / 0.05).to(stored).float() * 0.05).double() for x in engine.keys]
+    engine.values = [((x.float() / 0.02).to(stored).float() * 0.02).double() for x in engine.values]
+    assert_close(out, engine.expected(), TOLERANCE[BF16])
+    assert called == ["plan_decode", "reshape_and_cache", "decode"]
+
+
+def test_a_layer_that_shares_anothers_cache_writes_nothing(called: list[str]) -> None:
+    engine = small()
+    engine.kv_cache.copy_(engine.written().view(BF16))
+    before = engine.bits()
+    out = run(impl(kv_sharing_target_layer_name="layers.0"), engine, built(engine), key=None, value=None)
+    assert_close(out, engine.expected(), TOLERANCE[BF16])
+    assert torch.equal(engine.bits(), before)
+    assert called == ["plan_prefill", "prefill"]
+
+
+def test_encoders_see_both_sides(called: list[str]) -> None:
+    engine = small(([7, 1, 30], [7, 1, 30]))
+    engine.check(run(impl(attn_type="encoder_only"), engine, built(engine)), causal=False)
+
+
+@pytest.mark.parametrize("field", ["logical_mask_mod", "mask_mod", "score_mod", "block_mask"])
+def test_what_users_replace_is_refused(called: list[str], field: str) -> None:
+    engine = small()
+    meta = built(engine)
+    setattr(meta, field, object() if field == "block_mask" else lambda *x: x[-1] <= x[-2])
+    with pytest.raises(NotImplementedError, match=r"^attn_metadata\.logical_mask_mod, .*on a GPU"):
+        run(impl(), engine, meta)
+    assert torch.equal(engine.bits(), engine.before)
+    assert called == []
+
+
+def test_maps_of_a_gpu_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.tensor([[3, 0, 5, 3, 99], [-1, 7, 7, 2, 0], [0, 0, 0, 0, 0]], dtype=torch.int32)
+    offsets = torch.tensor([2, 5, 5, 9], dtype=torch.int32)
+    maps = [flex_masks.physical_to_logical_mapping(table, n) for n in (9, 100, None)]
+    documents = flex_masks.offsets_to_doc_ids(offsets)
+    take_the_way_of_a_gpu(monkeypatch, flex_masks)
+    for expected, n in zip(maps, (9, 100, None), strict=True):
+        got = flex_masks.physical_to_logical_mapping(table, n)
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+    got = flex_masks.offsets_to_doc_ids(offsets)
+    assert (got.dtype, got.tolist()) == (documents.dtype, documents.tolist())
