@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from jaxpaged.backends.arguments import check_caches
 from jaxpaged.backends.attention_type import AttentionType, MetadataError
 from jaxpaged.backends.checks import on_gpu
 from jaxpaged.backends.flex_builder import FlexAttentionMetadataBuilder
 from jaxpaged.backends.flex_call import flex_attention_compiled, run_part, tile_mask
+from jaxpaged.backends.flex_functions import attend_by_functions
 from jaxpaged.backends.flex_masks import causal_mask_mod, physical_to_logical_mapping
 from jaxpaged.backends.flex_masks import offsets_to_doc_ids as _offsets_to_doc_ids_tensor
-from jaxpaged.backends.flex_metadata import FlexAttentionMetadata, create_block_mask_compiled
+from jaxpaged.backends.flex_metadata import FlexAttentionMetadata, Requests, create_block_mask_compiled
 from jaxpaged.backends.gpu_parts import GpuLayerCache, GpuPagedPart, attend_on_gpu, plan_of
 from jaxpaged.backends.layer_cache import layer_cache
 from jaxpaged.backends.outputs import check_output, store
+from jaxpaged.backends.padded_calls import Options
 from jaxpaged.backends.parts import NewTokens, PagedPart, attend
 from jaxpaged.backends.positions import OneBatch
 from jaxpaged.backends.settings import Settings, check_head_size
@@ -174,7 +177,8 @@ class FlexAttentionImpl:
           output_scale: one float32 number by which results are divided to be stored in an `output` of 8 bits.
 
         Raises:
-          NotImplementedError: on a GPU, what the kernels don't take, and masks and scores that users replaced.
+          NotImplementedError: on a GPU, what the kernels don't take, but where a user replaced a mask or the scores.
+          RuntimeError: a user replaced them, and a CUDA graph is being captured.
           TypeError, ValueError: an argument, a user's function or the metadata don't fit; nothing has been written.
         """
         if output is None:
@@ -218,12 +222,14 @@ class FlexAttentionImpl:
         output_scale: torch.Tensor | None,
     ) -> None:
         """Write the first rows of `output`, directly if they have the query's dtype."""
-        if meta.is_replaced:
-            raise NotImplementedError(
-                "attn_metadata.logical_mask_mod, mask_mod, block_mask, score_mod: on a GPU, a user's are not "
-                "supported, expected them as they were made"
-            )
         cache = GpuLayerCache.of(kv_cache[0], kv_cache[1], self.kv_cache_dtype, layer._k_scale, layer._v_scale)
+        if meta.is_replaced:
+            check_caches(rows, cache.key, cache.value, ("kv_cache", "kv_cache"))
+            requests, options, longest = self._with_functions(meta, rows, kv_cache)
+            if new is not None:
+                cache.write(*new)
+            store(attend_by_functions(rows, cache, requests, options, longest), output, output_scale)
+            return
         plan = plan_of(meta, *meta.requests(), int(meta.max_query_len), ("block_table", "seq_lens"))
         part = GpuPagedPart(slice(0, len(rows)), plan, self._options)
         direct = output_scale is None and output.is_contiguous()
@@ -232,19 +238,36 @@ class FlexAttentionImpl:
         if not direct:
             store(result, output, output_scale)
 
+    def _with_functions(
+        self, meta: FlexAttentionMetadata, rows: torch.Tensor, kv_cache: torch.Tensor
+    ) -> tuple[Requests, Options, int | None]:
+        """What attends on a GPU where a user replaced a mask or the scores, and the most new tokens of a request."""
+        if meta.replaced_block_mask is None and meta.replaced_mask_mod is None:
+            return meta.requests(), self._logical_options(meta, rows.device), int(meta.max_query_len)
+        part = self._physical_part(meta, rows, kv_cache)
+        table, lens, starts = (
+            torch.as_tensor(x, device=rows.device) for x in (part.block_table, part.seq_lens, part.starts)
+        )
+        return (table, lens, starts), part.options, None
+
     def _part(self, meta: FlexAttentionMetadata, rows: torch.Tensor, kv_cache: torch.Tensor) -> PagedPart:
         if meta.replaced_block_mask is None and meta.replaced_mask_mod is None:
-            return self._logical_part(meta, rows.shape[0])
-        return self._physical_part(meta, rows.shape[0], kv_cache)
+            return self._logical_part(meta, rows)
+        return self._physical_part(meta, rows, kv_cache)
 
-    def _logical_part(self, meta: FlexAttentionMetadata, num_tokens: int) -> PagedPart:
-        """Each request attends to its own tokens, through its block table."""
+    def _logical_options(self, meta: FlexAttentionMetadata, device: torch.device) -> Options:
+        """What the scores go through where each request attends to its own tokens."""
         options, mask = self._options, meta.logical_mask_mod
         if mask is not causal_mask_mod:
-            logical = OneBatch(meta.translated(mask, lambda f: jax_function("logical_mask_mod", f, POSITIONS)))
+            function = meta.translated(mask, lambda f: jax_function("logical_mask_mod", f, POSITIONS, device))
+            logical = OneBatch(function)
             mask_mod = logical if options.mask_mod is None else and_masks(options.mask_mod, logical)
             options = dataclasses.replace(options, causal=False, mask_mod=mask_mod)
-        options = dataclasses.replace(options, physical_score_mod=self._score_mod(meta))
+        return dataclasses.replace(options, physical_score_mod=self._score_mod(meta, device))
+
+    def _logical_part(self, meta: FlexAttentionMetadata, rows: torch.Tensor) -> PagedPart:
+        """Each request attends to its own tokens, through its block table."""
+        options, num_tokens = self._logical_options(meta, rows.device), rows.shape[0]
         block_table, seq_lens, starts = meta.requests()
         part = PagedPart.of(
             slice(0, num_tokens), options, block_table=block_table, seq_lens=seq_lens, query_start_loc=starts,
@@ -258,9 +281,9 @@ class FlexAttentionImpl:
             )
         return dataclasses.replace(part, shares_prefix=meta.use_cascade)
 
-    def _physical_part(self, meta: FlexAttentionMetadata, num_tokens: int, kv_cache: torch.Tensor) -> PagedPart:
+    def _physical_part(self, meta: FlexAttentionMetadata, rows: torch.Tensor, kv_cache: torch.Tensor) -> PagedPart:
         """All rows attend to whatever of the whole cache a user's mask keeps."""
-        options = self._options
+        options, num_tokens, device = self._options, rows.shape[0], rows.device
         if options.window != (None, None) or options.alibi_slopes is not None or options.mask_mod is not None:
             raise ValueError(
                 "attn_metadata.mask_mod, block_mask: a layer with a window, ALiBi or a block-sparse mask needs "
@@ -271,13 +294,13 @@ class FlexAttentionImpl:
             raise ValueError(f"kv_cache: expected {meta.total_cache_tokens} tokens, as in attn_metadata, got {total}")
         if meta.replaced_block_mask is not None:
             shape = (1, self.num_heads, num_tokens, total)
-            mask = meta.translated(meta.replaced_block_mask, lambda block_mask: tile_mask(block_mask, shape))
+            mask = meta.translated(meta.replaced_block_mask, lambda block_mask: tile_mask(block_mask, shape, device))
         else:
-            mask = meta.translated(meta.replaced_mask_mod, lambda f: jax_function("mask_mod", f, POSITIONS))
+            mask = meta.translated(meta.replaced_mask_mod, lambda f: jax_function("mask_mod", f, POSITIONS, device))
         table = np.arange(kv_cache.shape[1], dtype=np.int32)[None]
-        return run_part(table, num_tokens, total, options, mask_mod=mask, score_mod=self._score_mod(meta))
+        return run_part(table, num_tokens, total, options, mask_mod=mask, score_mod=self._score_mod(meta, device))
 
-    def _score_mod(self, meta: FlexAttentionMetadata) -> Callable[..., Any] | None:
+    def _score_mod(self, meta: FlexAttentionMetadata, device: torch.device) -> Callable[..., Any] | None:
         if meta.score_mod is None:
             return None
-        return meta.translated(meta.score_mod, lambda f: jax_function("score_mod", f, SCORE_AND_POSITIONS))
+        return meta.translated(meta.score_mod, lambda f: jax_function("score_mod", f, SCORE_AND_POSITIONS, device))

@@ -84,11 +84,12 @@ def run_part(
     return PagedPart(slice(0, num_reqs * q_len), starts, lens, block_table, options)
 
 
-def tile_mask(block_mask: BlockMask, shape: tuple[int, int, int, int]) -> ByTile:
-    """What a block mask of PyTorch's says, by its lists of tiles and its mask function.
+def tile_mask(block_mask: BlockMask, shape: tuple[int, int, int, int], device: torch.device | str = "cpu") -> ByTile:
+    """What a block mask of PyTorch's says, by its lists of tiles, for which the host waits, and its mask function.
 
     Args:
       shape: (batch, num_heads, q_len, kv_len) of the scores that it is for.
+      device: of the tensors that the function works on.
 
     Raises:
       TypeError, ValueError: it doesn't fit the shape, or its function can't be translated.
@@ -106,8 +107,9 @@ def tile_mask(block_mask: BlockMask, shape: tuple[int, int, int, int]) -> ByTile
     for kind, counts, indices in lists:
         if counts is None or indices is None:
             continue
+        counts, indices = counts.cpu(), indices.cpu()
         check_tensors(block_mask=counts)
         listed = np.nonzero(np.arange(indices.shape[-1]) < to_numpy(counts)[..., None])
         tiles[(*listed[:-1], to_numpy(indices)[listed])] = kind
-    function = jax_function("block_mask.mask_mod", block_mask.mask_mod, POSITIONS)
+    function = jax_function("block_mask.mask_mod", block_mask.mask_mod, POSITIONS, device)
     return ByTile(function, tiles, *block_mask.BLOCK_SIZE)

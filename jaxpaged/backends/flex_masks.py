@@ -5,7 +5,6 @@ the cache. Its logical position is that in its own request.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,15 +35,18 @@ def offsets_to_doc_ids(offsets: torch.Tensor) -> torch.Tensor:
     Returns:
       [offsets[-1] - offsets[0]] int32. On a GPU the host waits to learn how many that are.
     """
-    gpu = on_gpu(offsets=offsets)
-    if not gpu:
+    if not on_gpu(offsets=offsets):
         check_tensors(offsets=offsets)
     check_int_tensor("offsets", offsets, ("num_reqs + 1",))
-    if gpu:
-        tokens = torch.arange(int(offsets[0]), int(offsets[-1]), device=offsets.device, dtype=offsets.dtype)
+    return request_of_token(offsets, int(offsets[-1] - offsets[0]))
+
+
+def request_of_token(offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """`offsets_to_doc_ids` of so many tokens, for which nobody waits."""
+    if on_gpu(offsets=offsets):
+        tokens = torch.arange(num_tokens, device=offsets.device, dtype=offsets.dtype) + offsets[0]
         return torch.searchsorted(offsets[1:].contiguous(), tokens, right=True, out_int32=True)
-    starts = to_numpy(offsets - offsets[0])
-    return torch.from_numpy(np.asarray(request_ids(starts, int(starts[-1]))))
+    return torch.from_numpy(np.asarray(request_ids(to_numpy(offsets - offsets[0]), num_tokens)))
 
 
 def physical_to_logical_mapping(block_table: torch.Tensor, total_blocks: int | None = None) -> torch.Tensor:
@@ -93,14 +95,11 @@ class PagedMask:
 
     Attributes:
       metadata: FlexAttentionMetadata, whose `logical_mask_mod` is looked up in each call.
+      request_of_token: [num_tokens] int32.
     """
 
     metadata: Any
-
-    @functools.cached_property
-    def request_of_token(self) -> torch.Tensor:
-        """[num_tokens] int32."""
-        return offsets_to_doc_ids(self.metadata.query_start_loc)
+    request_of_token: torch.Tensor
 
     def __call__(self, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
         meta = self.metadata

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from jaxpaged.backends.flex_masks import MaskMod, PagedMask, ScoreMod, causal_mask_mod
+from jaxpaged.backends.flex_masks import MaskMod, PagedMask, ScoreMod, causal_mask_mod, request_of_token
 
 create_block_mask_compiled = create_block_mask
 """Not compiled here: it would be for each number of tokens anew."""
+
+Requests = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Block table, lengths and starts of requests."""
 
 _built: weakref.WeakSet[BlockMask] = weakref.WeakSet()
 
@@ -83,7 +86,7 @@ class FlexAttentionMetadata:
                 f"got {self.use_cascade} and {self.common_prefix_len}"
             )
         self._translations: dict[int, tuple[Any, Any]] = {}
-        self._requests: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] | None = None
+        self._requests: tuple[Requests, Requests] | None = None
         self.num_blocks = self.total_cache_tokens // self.block_size
         # Copies by `dataclasses.replace` come with what was made for the original.
         if self.mask_mod is None or isinstance(self.mask_mod, PagedMask):
@@ -93,7 +96,7 @@ class FlexAttentionMetadata:
 
     def get_mask_mod(self) -> MaskMod:
         """The mask function of this batch: each token attends to its own request's, as `logical_mask_mod` says."""
-        return PagedMask(self)
+        return PagedMask(self, request_of_token(self.query_start_loc, self.num_actual_tokens))
 
     def build_block_mask(self) -> BlockMask:
         """PyTorch's block mask of `mask_mod`, over [num_actual_tokens, total_cache_tokens].
@@ -109,7 +112,7 @@ class FlexAttentionMetadata:
         _built.add(mask)
         return mask
 
-    def requests(self) -> tuple[torch.Tensor, ...]:
+    def requests(self) -> Requests:
         """The block table, lengths and starts of the `num_reqs` requests there are: the same tensors for all layers."""
         given = self.block_table, self.seq_lens, self.query_start_loc
         if self._requests is None or any(x is not y for x, y in zip(self._requests[0], given, strict=True)):

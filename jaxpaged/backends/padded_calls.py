@@ -75,7 +75,7 @@ def paged_call(
       The output [num_tokens, num_heads, v_head_size] and the lse [num_heads, num_tokens] or None, finished.
     """
     num_reqs, columns = table.shape
-    rows, width = _coarse(num_reqs), _coarse(columns)
+    rows, width = coarse(num_reqs), coarse(columns)
     lens = np.minimum(seq_lens, columns * cache.block_size)
     with on_cpu():
         batch = PagedBatch(
@@ -88,8 +88,8 @@ def paged_call(
         )
         arguments = _for_jax(options, rows)
         if options.physical_score_mod is not None:
-            arguments["score_mod"] = _score_by_index(options.physical_score_mod, arguments["score_mod"], batch, cache)
-        out, lse = paged_attention(_padded(query, _fine(query.shape[0])), cache, batch, return_lse=True, **arguments)
+            arguments["score_mod"] = score_by_index(options.physical_score_mod, arguments["score_mod"], batch, cache)
+        out, lse = paged_attention(_padded(query, fine(query.shape[0])), cache, batch, return_lse=True, **arguments)
         return _results(out, lse if return_lse else None, query.shape[0])
 
 
@@ -103,13 +103,13 @@ def ragged_call(
     return_lse: bool,
 ) -> State:
     """Attention to packed keys and values [total_kv, num_kv_heads, head_size]; otherwise as `paged_call`."""
-    rows = _coarse(len(starts) - 1)
-    total_kv = _fine(key.shape[0])
+    rows = coarse(len(starts) - 1)
+    total_kv = fine(key.shape[0])
     with on_cpu():
         checked = make_options(num_heads=query.shape[1], num_reqs=rows, **_for_jax(options, rows))
         arrays, static = split_options(checked)
         out, lse = _ragged(
-            _padded(query, _fine(query.shape[0])),
+            _padded(query, fine(query.shape[0])),
             _padded(key, total_kv),
             _padded(value, total_kv),
             _extended(starts, rows + 1, starts[-1]),
@@ -124,7 +124,7 @@ def ragged_call(
 def merge_call(outputs: list[torch.Tensor], lses: list[torch.Tensor]) -> State:
     """The merged state of states [num_tokens, num_heads, v_head_size] with lses [num_heads, num_tokens]."""
     num_tokens, num_heads, v_head_size = outputs[0].shape
-    size = _fine(num_tokens)
+    size = fine(num_tokens)
     states = torch.zeros(len(outputs), size, num_heads, v_head_size, dtype=outputs[0].dtype, device="cpu")
     state_lses = torch.full((len(lses), num_heads, size), -torch.inf, dtype=torch.float32, device="cpu")
     for i, (out, lse) in enumerate(zip(outputs, lses, strict=True)):
@@ -174,7 +174,8 @@ def _padded_table(table: Any, rows: int, columns: int) -> Any:
     return _read_table(SharedTable.of(table, "block_table"), rows, columns)
 
 
-def _score_by_index(function: Any, score_mod: Any, batch: PagedBatch, cache: KVCache) -> Any:
+def score_by_index(function: Any, score_mod: Any, batch: PagedBatch, cache: KVCache) -> Any:
+    """`physical_score_mod` under `paged_attention`, after another function of scores if there is one."""
     arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
     by_index = ByPhysicalIndex(OneBatch(function), *arrays, cache.block_size)
     return by_index if score_mod is None else compose_scores(by_index, score_mod)
@@ -182,19 +183,20 @@ def _score_by_index(function: Any, score_mod: Any, batch: PagedBatch, cache: KVC
 
 def _for_jax(options: Options, num_reqs: int) -> dict[str, Any]:
     """Keyword arguments of `paged_attention` for a batch padded to `num_reqs`."""
+    slopes, sinks = (None if x is None else to_numpy(x.detach()) for x in (options.alibi_slopes, options.sinks))
+    if slopes is not None and slopes.ndim == 2:
+        slopes = _extended(slopes, num_reqs, 0)
+    return arguments_of(options, slopes, sinks)
+
+
+def arguments_of(options: Options, slopes: Any, sinks: Any) -> dict[str, Any]:
+    """Keyword arguments of `paged_attention`, but for `physical_score_mod`, with these for slopes and sinks."""
     names = [field.name for field in dataclasses.fields(options) if field.name != "physical_score_mod"]
-    arguments = {name: getattr(options, name) for name in names}
-    slopes = options.alibi_slopes
-    if slopes is not None:
-        array = to_numpy(slopes.detach())
-        array = _extended(array, num_reqs, 0) if array.ndim == 2 else array
-        arguments["alibi_slopes"] = array
-        if not options.causal:
-            bias = _DistanceBias(array)
-            score_mod = bias if options.score_mod is None else compose_scores(options.score_mod, bias)
-            arguments |= {"alibi_slopes": None, "score_mod": score_mod}
-    if options.sinks is not None:
-        arguments["sinks"] = to_numpy(options.sinks.detach())
+    arguments = {name: getattr(options, name) for name in names} | {"alibi_slopes": slopes, "sinks": sinks}
+    if slopes is not None and not options.causal:
+        bias = _DistanceBias(slopes)
+        score_mod = bias if options.score_mod is None else compose_scores(options.score_mod, bias)
+        arguments |= {"alibi_slopes": None, "score_mod": score_mod}
     return arguments
 
 
@@ -222,12 +224,13 @@ def _results(out: Any, lse: Any, num_tokens: int) -> State:
     return to_torch(out)[:num_tokens], None if lse is None else to_torch(lse)[:, :num_tokens].contiguous()
 
 
-def _fine(size: int) -> int:
+def fine(size: int) -> int:
+    """What a number of tokens is padded to."""
     return next_bucket(max(size, _LEAST))
 
 
-def _coarse(size: int) -> int:
-    """A power of four: unused requests and table columns cost next to nothing."""
+def coarse(size: int) -> int:
+    """What a number of requests or table columns is padded to, a power of four: unused ones cost next to nothing."""
     bits = max(size - 1, _LEAST - 1).bit_length()
     return 1 << (bits + bits % 2)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from jaxpaged.bridge.dlpack import to_numpy
+from jaxpaged.bridge.dlpack import GPU_ALIGNMENT, to_numpy
 from jaxpaged.metadata.checks import INT32_MAX
 
 
@@ -88,12 +88,24 @@ OPS: dict[str, Callable[..., Any]] = {
 def as_constant(tensor: torch.Tensor) -> Any:
     """A tensor that a function holds, as an array for JAX: on its memory, or where that has 64 bits a copy in 32.
 
+    One of a GPU stays a tensor, compact, for `torch_call`; ints of 64 bits that 32 can't hold become the nearest ones
+    that they can, since nobody waits to look at them.
+
     Raises:
       ValueError: it holds an int that 32 bits can't.
     """
     tensor = tensor.detach()
+    if tensor.is_cuda:
+        return _on_gpu(tensor)
     if tensor.dtype == torch.int64:
         if tensor.numel() and (tensor.max() > INT32_MAX or tensor.min() < -INT32_MAX - 1):
             raise ValueError(f"a tensor of int64 holds {tensor.abs().max()}, expected numbers of 32 bits")
         tensor = tensor.int()
     return to_numpy(tensor.float() if tensor.dtype == torch.float64 else tensor)
+
+
+def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == torch.int64:
+        return tensor.clamp(-INT32_MAX - 1, INT32_MAX).int()
+    tensor = (tensor.float() if tensor.dtype == torch.float64 else tensor).contiguous()
+    return tensor.clone() if tensor.data_ptr() % GPU_ALIGNMENT else tensor

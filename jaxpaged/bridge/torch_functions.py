@@ -67,7 +67,9 @@ class TorchFunction:
         return jnp.asarray(value(self.output))
 
 
-def jax_function(name: str, function: Any, dtypes: Sequence[torch.dtype]) -> Callable[..., Any]:
+def jax_function(
+    name: str, function: Any, dtypes: Sequence[torch.dtype], device: torch.device | str = "cpu"
+) -> Callable[..., Any]:
     """A user's function, of PyTorch or of JAX, as a pytree for `jaxpaged.paged_attention`.
 
     Args:
@@ -75,6 +77,8 @@ def jax_function(name: str, function: Any, dtypes: Sequence[torch.dtype]) -> Cal
       function: of tensors that broadcast against each other, to be treated element by element. It may index tensors by
         its arguments. A pytree passes as it is.
       dtypes: of its arguments.
+      device: of the tensors that it is traced on, and of those that it may hold. A GPU's stay tensors in the pytree, an
+        argument for `torch_call`.
 
     Raises:
       TypeError: it is not a function, looks at values in Python (`if`), or uses an operation that has no counterpart.
@@ -84,7 +88,7 @@ def jax_function(name: str, function: Any, dtypes: Sequence[torch.dtype]) -> Cal
     if not jax.tree_util.all_leaves([function]):
         return function
     try:
-        traced = _traced(function, dtypes)
+        traced = _traced(function, dtypes, device)
         _check(traced, dtypes)
         return traced
     except Exception as error:  # whatever a user's function raises on tensors, it may be one of JAX
@@ -99,15 +103,27 @@ def jax_function(name: str, function: Any, dtypes: Sequence[torch.dtype]) -> Cal
 
 def _check(function: Any, dtypes: Sequence[torch.dtype]) -> None:
     """Raise unless it can be traced by JAX and makes one element of one."""
-    result = jax.eval_shape(function, *(jax.ShapeDtypeStruct((1,), jax_dtype(dtype)) for dtype in dtypes))
+    held, tree = jax.tree.flatten(function) if isinstance(function, TorchFunction) else ([], None)
+    shapes = [jax.ShapeDtypeStruct(tuple(x.shape), _dtype_name(x.dtype)) for x in held]
+    arguments = [jax.ShapeDtypeStruct((1,), jax_dtype(dtype)) for dtype in dtypes]
+
+    def call(held: Any, *arguments: Any) -> Any:
+        return (function if tree is None else tree.unflatten(held))(*arguments)
+
+    result = jax.eval_shape(call, shapes, *arguments)
     if result.shape not in ((), (1,)):
         raise ValueError(f"it makes shape {list(result.shape)} of one element")
 
 
-def _traced(function: Any, dtypes: Sequence[torch.dtype]) -> TorchFunction:
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _traced(function: Any, dtypes: Sequence[torch.dtype], device: torch.device | str) -> TorchFunction:
     with torch.no_grad():
         # One element, not none of its axes: a tensor without axes would be read when it is an index.
-        module = make_fx(lambda *args: _checked(function(*args)))(*(torch.zeros(1, dtype=dtype) for dtype in dtypes))
+        elements = [torch.zeros(1, dtype=dtype, device=device) for dtype in dtypes]
+        module = make_fx(lambda *args: _checked(function(*args)))(*elements)
         trace = _Trace()
         for node in module.graph.nodes:
             trace.add(node, module)

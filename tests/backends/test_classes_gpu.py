@@ -1,4 +1,4 @@
-"""Aphrodite's FlashAttention and vLLM's layers on a GPU: the CPU's results, no word to the host, CUDA graphs."""
+"""The classes for Aphrodite and vLLM on a GPU: the CPU's results, no word to the host, CUDA graphs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from jaxpaged.backends.flash import FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadata
+from jaxpaged.backends.flex import FlexAttentionImpl, FlexAttentionMetadata, physical_to_logical_mapping
+from jaxpaged.backends.flex_metadata import _built
 from jaxpaged.integrations.vllm.layer import AttentionLayer
 from jaxpaged.integrations.vllm.metadata import JaxpagedMetadata
 
@@ -55,6 +57,17 @@ class Batch:
         )  # fmt: skip
         return moved(meta, device)
 
+    def flex(self, device: str) -> FlexAttentionMetadata:
+        starts, lens, table, slots = (x.to(device) for x in (self.starts, self.lens, self.table, self.slots))
+        return FlexAttentionMetadata(
+            num_actual_tokens=len(self.slots), max_query_len=int(self.new.max()), query_start_loc=starts,
+            max_seq_len=int(self.lens.max()), seq_lens=lens, block_table=table, slot_mapping=slots, use_cascade=False,
+            common_prefix_len=0, cu_prefix_query_lens=None, prefix_kv_lens=None, suffix_kv_lens=None,
+            total_cache_tokens=BLOCKS * BLOCK, block_size=BLOCK, max_possible_sequence_length=1024,
+            num_reqs=len(lens), physical_to_logical=physical_to_logical_mapping(table, BLOCKS),
+            decode_offset=(self.lens - self.new).to(device),
+        )  # fmt: skip
+
     def vllm(self, device: str) -> JaxpagedMetadata:
         longest = int(self.new.max())
         batch = (int(self.starts[-1]), self.starts, self.lens, self.table, self.slots)
@@ -88,8 +101,18 @@ def vllm_layer(batch: Batch, device: str, meta: Any, cache: Any, how: dict[str, 
     return run
 
 
+def flex_layer(batch: Batch, device: str, meta: Any, cache: Any, how: dict[str, Any]) -> Callable[[], torch.Tensor]:
+    layer = FlexAttentionImpl(**LAYER | {"kv_cache_dtype": "auto"} | how)
+    q, k, v = (x.to(device) for x in batch.states)
+    scales = (1.0, 1.0) if layer.kv_cache_dtype == "auto" else SCALES
+    module, output = SimpleNamespace(), torch.zeros_like(q)
+    module._k_scale, module._v_scale = (torch.tensor(x, device=device) for x in scales)
+    return lambda: layer.forward(module, q, k, v, cache, meta, output)
+
+
 ENGINES: dict[str, tuple[Any, str, tuple[int, ...]]] = {
     "flash": (flash_layer, "flash", (2, BLOCKS, BLOCK, KV_HEADS, SIZE)),
+    "flex": (flex_layer, "flex", (2, BLOCKS, BLOCK, KV_HEADS, SIZE)),
     "vllm": (vllm_layer, "vllm", (BLOCKS, KV_HEADS, BLOCK, 2 * SIZE)),
 }
 
@@ -129,7 +152,15 @@ def cache_of(shape: tuple[int, ...], kv_cache_dtype: str) -> torch.Tensor:
     return numbers if kv_cache_dtype == "int8" else numbers.view(torch.uint8)
 
 
-EIGHT_BITS = [("flash", "fp8"), ("flash", "fp8_e5m2"), ("flash", "int8"), ("vllm", "fp8"), ("vllm", "fp8_e5m2")]
+EIGHT_BITS = [
+    ("flash", "fp8"),
+    ("flash", "fp8_e5m2"),
+    ("flash", "int8"),
+    ("flex", "fp8"),
+    ("flex", "int8"),
+    ("vllm", "fp8"),
+    ("vllm", "fp8_e5m2"),
+]
 
 
 @pytest.mark.parametrize("kind", BATCHES)
@@ -154,7 +185,8 @@ def test_8_bit_caches_are_written_and_attended_to(engine: str, kv_cache_dtype: s
 
 
 @pytest.mark.parametrize(
-    ("engine", "kv_cache_dtype"), [("flash", "auto"), ("vllm", "auto"), ("flash", "fp8"), ("vllm", "fp8")]
+    ("engine", "kv_cache_dtype"),
+    [("flash", "auto"), ("flex", "auto"), ("vllm", "auto"), ("flash", "fp8"), ("vllm", "fp8")],
 )
 @pytest.mark.parametrize("kind", BATCHES)
 def test_a_graph_plans_anew_when_it_is_replayed(engine: str, kind: str, kv_cache_dtype: str) -> None:
@@ -168,16 +200,53 @@ def test_a_graph_plans_anew_when_it_is_replayed(engine: str, kind: str, kv_cache
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()
-    lens = meta.seq_lens if engine == "vllm" else meta.seq_lens_tensor
+    lens = meta.seq_lens_tensor if engine == "flash" else meta.seq_lens
     before = run().clone()
     lens.copy_((lens.float() * 0.7).int().clamp_min(1))
     graph.replay()
-    fresh = moved(meta, "cuda")
+    fresh = dataclasses.replace(meta) if engine == "flex" else moved(meta, "cuda")
     if engine == "flash":
         fresh._cached_prefill_metadata = fresh._cached_decode_metadata = None
     expected = make(batch, "cuda", fresh, cache, how)()
     assert torch.equal(captured, expected)
     assert not torch.equal(captured, before)  # what a plan that is not made again would give
+
+
+def replaced(meta: FlexAttentionMetadata, what: str) -> FlexAttentionMetadata:
+    """The metadata with a mask or scores of a user's, which hold tensors of its device."""
+    device = meta.block_table.device
+    near = torch.tensor(12, device=device)
+    bias = torch.linspace(-1, 1, meta.total_cache_tokens, device=device)
+    if what == "logical_mask_mod":
+        meta.logical_mask_mod = lambda b, h, q, k: (k <= q) & ((k >= near) | (h == 1))
+    elif what == "traced into kernels":
+        meta.logical_mask_mod = lambda b, h, q, k: (k <= q) & ((q - k < 40) | (k % 3 == 0))
+    elif what == "score_mod":
+        meta.score_mod = lambda s, b, h, q, k: s + bias[k] * (h + 1) - 0.1 * (q % 5)
+    else:
+        own = meta.get_mask_mod()
+        meta.mask_mod = lambda b, h, q, k: own(b, h, q, k) & ((q + k) % 3 != 0)
+        if what == "block_mask":
+            block_mask = meta.build_block_mask()
+            meta.mask_mod = None
+            meta.block_mask = block_mask
+            _built.discard(block_mask)
+    return meta
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("what", ["logical_mask_mod", "traced into kernels", "score_mod", "mask_mod", "block_mask"])
+def test_what_users_replace_takes_effect(what: str, kind: str) -> None:
+    batch, shape = Batch(kind), ENGINES["flex"][2]
+    cache = torch.randn(shape).to(BF16)
+    ours, plain = cache.cuda(), flex_layer(batch, "cuda", batch.flex("cuda"), cache.cuda(), OPTIONS["plain"])()
+    expected = flex_layer(batch, "cpu", replaced(batch.flex("cpu"), what), cache, OPTIONS["plain"])()
+    run = flex_layer(batch, "cuda", replaced(batch.flex("cuda"), what), ours, OPTIONS["plain"])
+    out = run().clone()
+    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2e-2, atol=4e-3)
+    assert not torch.allclose(out.float(), plain.float(), rtol=2e-2, atol=4e-3)
+    assert torch.equal(ours.cpu(), cache)
+    assert torch.equal(run(), out)
 
 
 def test_blocks_are_copied_and_swapped() -> None:

@@ -238,9 +238,10 @@ def test_a_mask_function_may_reach_other_requests():
     assert not torch.isnan(engine.kv_cache[0].flatten(0, 1)[later]).any()
 
 
-def test_a_block_mask_takes_effect():
+@pytest.mark.parametrize("dtype", [torch.float32])
+def test_a_block_mask_takes_effect(dtype):
     """Its lists of tiles count, not its mask function alone."""
-    engine = small()
+    engine = SmallEngine(*MIXED, dtype=dtype, garbage=0)
     metadata = built(engine)
     assert metadata.block_mask is metadata.block_mask
     assert metadata.block_mask.shape == (1, 1, 50, metadata.total_cache_tokens)
@@ -257,7 +258,7 @@ def test_a_block_mask_takes_effect():
     def in_numpy(b, h, q_pos, kv_pos):
         return np.isin((engine.table[b].numpy()[kv_pos // 16] * 16 + kv_pos % 16) // 128, kept)
 
-    engine.kv_cache.copy_(engine.before.view(torch.float32))
+    engine.kv_cache.copy_(engine.before.view(dtype))
     engine.check(run(impl(), engine, metadata), mask_mod=in_numpy)
 
 

@@ -1,11 +1,18 @@
 """vLLM's FlexAttention backend on its way to the kernels, over tensors of the CPU."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import test_flex
 import torch
 from gpu_way import take_the_way_of_a_gpu
 from instances import layer_scales
 from small_engine import TOLERANCE, SmallEngine, assert_close
-from test_flex import MIXED, OPTIONS, built, impl, run
+from test_flex import MIXED, OPTIONS, SLOPES, built, impl, run
 
 from jaxpaged.backends import cache_functions, flex, flex_masks, gpu_plan, outputs
 
@@ -86,12 +93,55 @@ def test_encoders_see_both_sides(called: list[str]) -> None:
     engine.check(run(impl(attn_type="encoder_only"), engine, built(engine)), causal=False)
 
 
-@pytest.mark.parametrize("field", ["logical_mask_mod", "mask_mod", "score_mod", "block_mask"])
-def test_what_users_replace_is_refused(called: list[str], field: str) -> None:
+REPLACED: dict[str, Callable[[], None]] = {
+    "a logical mask": functools.partial(test_flex.test_a_logical_mask_takes_effect, test_flex.prefix_lm, False),
+    "a logical mask for JAX": functools.partial(
+        test_flex.test_a_logical_mask_takes_effect,
+        lambda b, h, q, kv: (kv <= q) | jnp.logical_and(kv < 12, h != 1),
+        True,
+    ),
+    "with a window": test_flex.test_a_logical_mask_goes_with_a_layers_window,
+    "scores": test_flex.test_a_score_function_takes_effect,
+    "a mask": test_flex.test_a_mask_function_takes_effect,
+    "other requests": test_flex.test_a_mask_function_may_reach_other_requests,
+    "a block mask": functools.partial(test_flex.test_a_block_mask_takes_effect, BF16),
+    "new functions": test_flex.test_steps_with_new_functions_compile_nothing_anew,
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_users_replace_takes_effect(called: list[str], name: str) -> None:
+    """By JAX's general path, which writes by the operator."""
+    REPLACED[name]()
+    assert "reshape_and_cache" in called
+    assert set(called) == {"reshape_and_cache"} | ({"plan_prefill", "prefill"} if name == "a block mask" else set())
+
+
+def test_replaced_functions_over_8_bit_caches_with_slopes(called: list[str]) -> None:
+    engine = SmallEngine(*MIXED, dtype=BF16, garbage=0)
+    stored = torch.float8_e4m3fn
+    cache = torch.stack([engine.kv_cache[0].float() / 0.05, engine.kv_cache[1].float() / 0.02]).to(stored)
+    x = [getattr(engine, name).view(-1, h, 32) for name, h in (("query", 4), ("key", 2), ("value", 2))]
+    meta = built(engine)
+    meta.logical_mask_mod = test_flex.prefix_lm
+    layer = impl(kv_cache_dtype="fp8", alibi_slopes=SLOPES)
+    out = layer.forward(layer_scales(0.05, 0.02), *x, cache.view(torch.uint8), meta, output=torch.empty_like(x[0]))
+    engine.keys = [((x.float() / 0.05).to(stored).float() * 0.05).double() for x in engine.keys]
+    engine.values = [((x.float() / 0.02).to(stored).float() * 0.02).double() for x in engine.values]
+
+    def bias(score: Any, b: Any, h: Any, q_pos: Any, kv_pos: Any) -> Any:
+        return score - np.array(SLOPES)[h] * np.abs(kv_pos - q_pos)
+
+    expected = engine.expected(causal=False, mask_mod=test_flex.same_in_numpy, score_mod=bias)
+    assert_close(out, expected, TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("field", ["logical_mask_mod", "score_mod"])
+def test_functions_that_do_not_fit_are_refused_before_anything_is_written(called: list[str], field: str) -> None:
     engine = small()
     meta = built(engine)
-    setattr(meta, field, object() if field == "block_mask" else lambda *x: x[-1] <= x[-2])
-    with pytest.raises(NotImplementedError, match=r"^attn_metadata\.logical_mask_mod, .*on a GPU"):
+    setattr(meta, field, lambda *x: "no")
+    with pytest.raises(TypeError, match=f"^{field}: expected a function of PyTorch or of JAX"):
         run(impl(), engine, meta)
     assert torch.equal(engine.bits(), engine.before)
     assert called == []

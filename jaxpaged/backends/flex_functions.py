@@ -1,0 +1,97 @@
+"""FlexAttention on a GPU with masks and scores of a user's: JAX traces them into the kernels, or into XLA's programs.
+
+This is the general path, `torch_call`: some hundred microseconds a layer, and no CUDA graph captures it. What the
+kernels can't trace, functions that index tensors, XLA computes tile by tile.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from jaxpaged.attention import paged_attention
+from jaxpaged.backends.flex_metadata import Requests
+from jaxpaged.backends.gpu_parts import GpuLayerCache
+from jaxpaged.backends.padded_calls import Options, arguments_of, coarse, fine, score_by_index
+from jaxpaged.bridge.dlpack import tensor_cache
+from jaxpaged.bridge.head_values import on_device
+from jaxpaged.bridge.torch_call import torch_call
+from jaxpaged.metadata.batch import PagedBatch
+from jaxpaged.metadata.buckets import next_bucket
+from jaxpaged.metadata.checks import INT32_MAX
+from jaxpaged.metadata.kv_cache import KVCache
+from jaxpaged.pallas.attention import MOST_DECODED
+
+_STATIC = ("scale", "causal", "window", "soft_cap")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """A function for `torch_call`, equal to others of the same settings; all else is its argument."""
+
+    scale: float
+    causal: bool
+    window: tuple[int | None, int | None]
+    soft_cap: float | None
+    max_query_len: int | None
+
+    def __call__(
+        self, cache: KVCache, query: Any, requests: tuple[Any, Any, Any], others: dict[str, Any], physical: Any
+    ) -> Any:
+        batch = PagedBatch(*requests, None, self.max_query_len)
+        arguments = {name: getattr(self, name) for name in _STATIC} | others
+        if physical is not None:
+            arguments["score_mod"] = score_by_index(physical, arguments["score_mod"], batch, cache)
+        return paged_attention(query, cache, batch, **arguments)
+
+
+def attend_by_functions(
+    query: torch.Tensor, cache: GpuLayerCache, requests: Requests, options: Options, max_query_len: int | None
+) -> torch.Tensor:
+    """Attention of packed queries to a paged cache.
+
+    Args:
+      query: [num_tokens, num_heads, head_size].
+      requests: [num_reqs, max_blocks_per_req], [num_reqs] and [num_reqs + 1] int32.
+      options: functions are pytrees, as `jax_function` makes them for the query's device.
+      max_query_len: no request has more new tokens; None when unknown.
+
+    Returns:
+      [num_tokens, num_heads, v_head_size], a tensor of its own.
+
+    Raises:
+      TypeError, ValueError: an argument doesn't fit.
+      RuntimeError: a CUDA graph is being captured.
+    """
+    few = max_query_len is not None and max_query_len <= MOST_DECODED
+    settings = {name: getattr(options, name) for name in _STATIC}
+    attention = _Attention(**settings, max_query_len=next_bucket(max(max_query_len or 1, 1)) if few else None)
+    slopes = None if options.alibi_slopes is None else on_device(options.alibi_slopes, query.device)
+    others = {name: x for name, x in arguments_of(options, slopes, None).items() if name not in _STATIC}
+    k_scale, v_scale = cache.scales
+    shared = tensor_cache(cache.key, cache.value, k_scale=k_scale, v_scale=v_scale)
+    rows = _padded(query.detach(), fine(len(query)), 0)
+    arguments = (shared, rows, _padded_requests(*requests), others, options.physical_score_mod)
+    out: torch.Tensor = torch_call(attention, *arguments)
+    return out[: len(query)]
+
+
+def _padded_requests(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tables, lengths and starts with requests after them that have no tokens, int32."""
+    num_reqs, columns = block_table.shape
+    size = coarse(num_reqs)
+    table = block_table.clamp(-1, INT32_MAX).int()  # no block is larger, and -1 is none
+    table = torch.nn.functional.pad(table, (0, coarse(columns) - columns, 0, size - num_reqs), value=-1)
+    ends = starts[-1:].expand(size - num_reqs)
+    return table, _padded(seq_lens.int(), size, 0), torch.cat([starts, ends]).int()
+
+
+def _padded(x: torch.Tensor, size: int, fill: Any) -> torch.Tensor:
+    """Rows [n, ...] with rows of `fill` after them, up to `size`: a copy, unless they are all, and compact."""
+    if len(x) == size and x.is_contiguous():
+        return x
+    padded = x.new_full((size, *x.shape[1:]), fill)
+    padded[: len(x)] = x
+    return padded
