@@ -17,7 +17,7 @@ from jaxpaged.backends.flex_functions import attend_by_functions
 from jaxpaged.backends.flex_masks import causal_mask_mod, physical_to_logical_mapping
 from jaxpaged.backends.flex_masks import offsets_to_doc_ids as _offsets_to_doc_ids_tensor
 from jaxpaged.backends.flex_metadata import FlexAttentionMetadata, Requests, create_block_mask_compiled
-from jaxpaged.backends.gpu_parts import GpuLayerCache, GpuPagedPart, attend_on_gpu, plan_of
+from jaxpaged.backends.gpu_parts import GpuLayerCache, GpuPagedPart, attend_into, plan_of
 from jaxpaged.backends.layer_cache import layer_cache
 from jaxpaged.backends.outputs import check_output, store
 from jaxpaged.backends.padded_calls import Options
@@ -221,7 +221,7 @@ class FlexAttentionImpl:
         output: torch.Tensor,
         output_scale: torch.Tensor | None,
     ) -> None:
-        """Write the first rows of `output`, directly if they have the query's dtype."""
+        """`forward` on a GPU, of what has been checked but the cache."""
         cache = GpuLayerCache.of(kv_cache[0], kv_cache[1], self.kv_cache_dtype, layer._k_scale, layer._v_scale)
         if meta.is_replaced:
             check_caches(rows, cache.key, cache.value, ("kv_cache", "kv_cache"))
@@ -232,11 +232,7 @@ class FlexAttentionImpl:
             return
         plan = plan_of(meta, *meta.requests(), int(meta.max_query_len), ("block_table", "seq_lens"))
         part = GpuPagedPart(slice(0, len(rows)), plan, self._options)
-        direct = output_scale is None and output.is_contiguous()
-        out = output[: len(rows)].view(rows.shape) if direct else None
-        result = attend_on_gpu(rows, [part], cache, new, out)
-        if not direct:
-            store(result, output, output_scale)
+        attend_into(output, output_scale, rows, part, cache, new)
 
     def _with_functions(
         self, meta: FlexAttentionMetadata, rows: torch.Tensor, kv_cache: torch.Tensor

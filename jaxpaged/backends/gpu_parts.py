@@ -12,6 +12,7 @@ from jaxpaged.backends.gpu_attention import attend, make_plan
 from jaxpaged.backends.gpu_packed import in_blocks, refuse_packed
 from jaxpaged.backends.gpu_plan import AttentionPlan, plan_attention
 from jaxpaged.backends.gpu_scales import Scales, descale_on_gpu
+from jaxpaged.backends.outputs import store
 from jaxpaged.backends.padded_calls import Options
 from jaxpaged.bridge import direct
 from jaxpaged.bridge.head_values import on_device
@@ -138,6 +139,22 @@ def attend_on_gpu(
     for part in parts:
         part.attend(query, cache, out[part.tokens])
     return out
+
+
+def attend_into(
+    output: torch.Tensor,
+    output_scale: torch.Tensor | None,
+    query: torch.Tensor,
+    part: GpuPart,
+    cache: GpuLayerCache | None,
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """`attend_on_gpu` of one part of all rows, into an engine's checked buffer: see `outputs.store`."""
+    direct = output_scale is None and output.is_contiguous()
+    out = output[: len(query)].view(query.shape) if direct else None
+    result = attend_on_gpu(query, [part], cache, new, out)
+    if not direct:
+        store(result, output, output_scale)
 
 
 def plan_of(

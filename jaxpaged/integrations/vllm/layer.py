@@ -12,7 +12,7 @@ from jaxpaged.backends.gpu_parts import (
     GpuPackedPart,
     GpuPagedPart,
     GpuPart,
-    attend_on_gpu,
+    attend_into,
     plan_of,
 )
 from jaxpaged.backends.layer_cache import layer_cache
@@ -190,7 +190,7 @@ class AttentionLayer:
         output: torch.Tensor,
         output_scale: torch.Tensor | None,
     ) -> None:
-        """Write the first rows of `output`, directly if they have the query's dtype."""
+        """Write the first rows of `output`."""
         tokens = slice(0, meta.num_actual_tokens)
         part: GpuPart
         cache = None
@@ -203,11 +203,7 @@ class AttentionLayer:
             cache = self._gpu_cache(layer, kv_cache)
             batch = (meta.block_table, meta.seq_lens, meta.query_start_loc, meta.max_query_len)
             part = GpuPagedPart(tokens, plan_of(meta, *batch, ("block_table", "seq_lens")), self._options(meta))
-        direct = output_scale is None and output.is_contiguous()
-        out = output[tokens].view(query.shape) if direct else None
-        result = attend_on_gpu(query, [part], cache, None, out)
-        if not direct:
-            store(result, output, output_scale)
+        attend_into(output, output_scale, query, part, cache, None)
 
     def _sides(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [num_blocks, block_size, num_kv_heads, head_size]."""
