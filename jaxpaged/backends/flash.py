@@ -177,7 +177,8 @@ class FlashAttentionImpl:
           [num_tokens, num_heads * head_size].
 
         Raises:
-          NotImplementedError: on a GPU, what the kernels don't take, and block-sparse masks.
+          NotImplementedError: on a GPU, what the kernels don't take.
+          RuntimeError: the layer has a block-sparse mask, and a CUDA graph is being captured.
           TypeError, ValueError: an argument or the metadata don't fit, or `attn_type` is cross-attention, for which
             these metadata have no lengths; nothing has been written.
         """

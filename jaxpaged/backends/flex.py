@@ -13,10 +13,10 @@ from jaxpaged.backends.attention_type import AttentionType, MetadataError
 from jaxpaged.backends.checks import on_gpu
 from jaxpaged.backends.flex_builder import FlexAttentionMetadataBuilder
 from jaxpaged.backends.flex_call import flex_attention_compiled, run_part, tile_mask
-from jaxpaged.backends.flex_functions import attend_by_functions
 from jaxpaged.backends.flex_masks import causal_mask_mod, physical_to_logical_mapping
 from jaxpaged.backends.flex_masks import offsets_to_doc_ids as _offsets_to_doc_ids_tensor
-from jaxpaged.backends.flex_metadata import FlexAttentionMetadata, Requests, create_block_mask_compiled
+from jaxpaged.backends.flex_metadata import FlexAttentionMetadata, create_block_mask_compiled
+from jaxpaged.backends.gpu_functions import Requests, attend_by_functions, refuse_in_a_capture
 from jaxpaged.backends.gpu_parts import GpuLayerCache, GpuPagedPart, attend_into, plan_of
 from jaxpaged.backends.layer_cache import layer_cache
 from jaxpaged.backends.outputs import check_output, store
@@ -225,10 +225,11 @@ class FlexAttentionImpl:
         cache = GpuLayerCache.of(kv_cache[0], kv_cache[1], self.kv_cache_dtype, layer._k_scale, layer._v_scale)
         if meta.is_replaced:
             check_caches(rows, cache.key, cache.value, ("kv_cache", "kv_cache"))
-            requests, options, longest = self._with_functions(meta, rows, kv_cache)
+            refuse_in_a_capture(rows)
+            how = self._with_functions(meta, rows, kv_cache)
             if new is not None:
                 cache.write(*new)
-            store(attend_by_functions(rows, cache, requests, options, longest), output, output_scale)
+            store(attend_by_functions(rows, cache.key, cache.value, cache.scales, *how), output, output_scale)
             return
         plan = plan_of(meta, *meta.requests(), int(meta.max_query_len), ("block_table", "seq_lens"))
         part = GpuPagedPart(slice(0, len(rows)), plan, self._options)

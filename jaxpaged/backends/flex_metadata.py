@@ -9,12 +9,10 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from jaxpaged.backends.flex_masks import MaskMod, PagedMask, ScoreMod, causal_mask_mod, request_of_token
+from jaxpaged.backends.gpu_functions import Requests
 
 create_block_mask_compiled = create_block_mask
 """Not compiled here: it would be for each number of tokens anew."""
-
-Requests = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Block table, lengths and starts of requests."""
 
 _built: weakref.WeakSet[BlockMask] = weakref.WeakSet()
 

@@ -249,6 +249,36 @@ def test_what_users_replace_takes_effect(what: str, kind: str) -> None:
     assert torch.equal(run(), out)
 
 
+@pytest.mark.parametrize("kind", BATCHES)
+def test_block_sparse_layers(kind: str) -> None:
+    batch, cache = Batch(kind), torch.randn(ENGINES["flash"][2]).to(BF16)
+    sparse = {"block_size": 16, "local_blocks": 2, "vert_stride": 4}
+    ours, how = cache.cuda(), OPTIONS["plain"] | {"blocksparse_params": sparse}
+    expected = flash_layer(batch, "cpu", batch.flash("cpu"), cache, how)()
+    out = flash_layer(batch, "cuda", batch.flash("cuda"), ours, how)()
+    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2e-2, atol=4e-3)
+    assert torch.equal(ours.cpu(), cache)
+
+
+def test_some_requests_are_causal_and_some_are_not() -> None:
+    batch, cache = Batch("mixed"), torch.randn(ENGINES["vllm"][2]).to(BF16)
+    causal, ours = torch.tensor([True, False, True, False, True]), cache.cuda()
+    metas = [dataclasses.replace(batch.vllm(device), causal=causal.to(device)) for device in ("cpu", "cuda")]
+    expected = vllm_layer(batch, "cpu", metas[0], cache, OPTIONS["plain"])()
+    out = vllm_layer(batch, "cuda", metas[1], ours, OPTIONS["plain"])()
+    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2e-2, atol=4e-3)
+
+
+def test_functions_are_refused_in_a_capture() -> None:
+    batch, cache = Batch("decodes"), torch.randn(ENGINES["flex"][2]).to(BF16).cuda()
+    before = cache.clone()
+    run = flex_layer(batch, "cuda", replaced(batch.flex("cuda"), "score_mod"), cache, OPTIONS["plain"])
+    with pytest.raises(RuntimeError, match="functions of positions"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        run()
+    torch.cuda.synchronize()
+    assert torch.equal(cache, before)
+
+
 def test_blocks_are_copied_and_swapped() -> None:
     shape, pairs = ENGINES["flash"][2], torch.tensor([[0, 5], [5, 6], [7, 1]])
     first, second = (torch.randn(shape).to(BF16) for _ in range(2))

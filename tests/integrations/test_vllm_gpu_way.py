@@ -1,6 +1,7 @@
 """vLLM's attention layers on their way to the kernels, over tensors of the CPU."""
 
 import pytest
+import test_vllm
 import torch
 from gpu_way import take_the_way_of_a_gpu
 from small_engine import SmallEngine, assert_close
@@ -45,6 +46,13 @@ def test_layers_share_the_plan_of_a_step_and_other_groups_of_caches_do_not(calle
     moved = meta.with_blocks(batch.engine.table.clone(), batch.slots)
     assert torch.equal(batch.run(layer(), metadata=moved)[:3], first[:3])
     assert called == ["reshape_and_cache", "plan_decode", "decode"]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_some_requests_are_causal_and_some_are_not(called: list[str], window: int | None) -> None:
+    """By JAX's general path."""
+    test_vllm.test_some_requests_are_causal_and_some_are_not(window)
+    assert set(called) == {"reshape_and_cache"}
 
 
 @pytest.mark.parametrize("attn_type", ["encoder_only", "encoder"])

@@ -156,8 +156,8 @@ class AttentionLayer:
           output_scale: one float32 number by which results are divided to be stored in an `output` of 8 bits.
 
         Raises:
-          NotImplementedError: `output_block_scale`, or on a GPU what the kernels don't take, and requests of which some
-            are causal.
+          NotImplementedError: `output_block_scale`, or on a GPU what the kernels don't take.
+          RuntimeError: only some requests are causal, and a CUDA graph is being captured.
           TypeError, ValueError: an argument or the metadata don't fit; nothing has been written.
         """
         if attn_metadata is None:
@@ -224,8 +224,6 @@ class AttentionLayer:
     def _options(self, meta: JaxpagedMetadata) -> Options:
         if not isinstance(meta.causal, torch.Tensor):
             return self._causal if meta.causal else self._both_sides
-        if meta.causal.is_cuda:
-            raise NotImplementedError("causal: on a GPU, expected a bool for all requests, got a tensor")
         return dataclasses.replace(self._both_sides, mask_mod=CausalRequests.of(meta.causal))
 
     def _paged_part(self, meta: JaxpagedMetadata) -> Part:

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, Self
 
 import jax
-import numpy as np
 import torch
 
 from jaxpaged.bridge.dlpack import to_numpy
@@ -27,9 +26,9 @@ class CausalRequests:
         """From [num_reqs] bool, padded to a size that few programs serve."""
         if causal.dtype != torch.bool or causal.ndim != 1:
             raise TypeError(f"causal: expected shape [num_reqs] of torch.bool, got {list(causal.shape)} {causal.dtype}")
-        padded = np.ones(next_bucket(max(len(causal), 1)), bool)
-        padded[: len(causal)] = to_numpy(causal.cpu())
-        return cls(padded)
+        padded = causal.new_ones(next_bucket(max(len(causal), 1)))
+        padded[: len(causal)] = causal
+        return cls(padded if causal.is_cuda else to_numpy(padded))
 
     def __call__(self, b: Any, h: Any, q_pos: Any, kv_pos: Any) -> Any:
         return (kv_pos <= q_pos) | ~self.causal[b]

@@ -1,4 +1,4 @@
-"""FlexAttention on a GPU with masks and scores of a user's: JAX traces them into the kernels, or into XLA's programs.
+"""Attention on a GPU with masks and scores that are functions: JAX traces them into kernels, or into XLA's programs.
 
 This is the general path, `torch_call`: some hundred microseconds a layer, and no CUDA graph captures it. What the
 kernels can't trace, functions that index tensors, XLA computes tile by tile.
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from jaxpaged.attention import paged_attention
-from jaxpaged.backends.flex_metadata import Requests
-from jaxpaged.backends.gpu_parts import GpuLayerCache
+from jaxpaged.backends.gpu_scales import Scales
 from jaxpaged.backends.padded_calls import Options, arguments_of, coarse, fine, score_by_index
-from jaxpaged.bridge.dlpack import tensor_cache
+from jaxpaged.bridge.dlpack import refuse_capture, tensor_cache
 from jaxpaged.bridge.head_values import on_device
 from jaxpaged.bridge.torch_call import torch_call
 from jaxpaged.metadata.batch import PagedBatch
@@ -21,6 +20,9 @@ from jaxpaged.metadata.buckets import next_bucket
 from jaxpaged.metadata.checks import INT32_MAX
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.attention import MOST_DECODED
+
+Requests = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Block table, lengths and starts of requests."""
 
 _STATIC = ("scale", "causal", "window", "soft_cap")
 
@@ -45,15 +47,33 @@ class _Attention:
         return paged_attention(query, cache, batch, **arguments)
 
 
+def has_functions(options: Options) -> bool:
+    """Whether only `attend_by_functions` has the options."""
+    return any(f is not None for f in (options.mask_mod, options.score_mod, options.physical_score_mod))
+
+
+def refuse_in_a_capture(query: torch.Tensor) -> None:
+    """Raise RuntimeError while a CUDA graph is being captured."""
+    if query.is_cuda:
+        refuse_capture(query.device, "attention with functions of positions")
+
+
 def attend_by_functions(
-    query: torch.Tensor, cache: GpuLayerCache, requests: Requests, options: Options, max_query_len: int | None
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scales: Scales,
+    requests: Requests,
+    options: Options,
+    max_query_len: int | None,
 ) -> torch.Tensor:
     """Attention of packed queries to a paged cache.
 
     Args:
       query: [num_tokens, num_heads, head_size].
+      k_cache, v_cache: [num_blocks, block_size, num_kv_heads, size].
       requests: [num_reqs, max_blocks_per_req], [num_reqs] and [num_reqs + 1] int32.
-      options: functions are pytrees, as `jax_function` makes them for the query's device.
+      options: functions are pytrees, such as `jax_function` makes for the query's device.
       max_query_len: no request has more new tokens; None when unknown.
 
     Returns:
@@ -66,12 +86,11 @@ def attend_by_functions(
     few = max_query_len is not None and max_query_len <= MOST_DECODED
     settings = {name: getattr(options, name) for name in _STATIC}
     attention = _Attention(**settings, max_query_len=next_bucket(max(max_query_len or 1, 1)) if few else None)
-    slopes = None if options.alibi_slopes is None else on_device(options.alibi_slopes, query.device)
-    others = {name: x for name, x in arguments_of(options, slopes, None).items() if name not in _STATIC}
-    k_scale, v_scale = cache.scales
-    shared = tensor_cache(cache.key, cache.value, k_scale=k_scale, v_scale=v_scale)
+    slopes, sinks = (None if x is None else on_device(x, query.device) for x in (options.alibi_slopes, options.sinks))
+    others = {name: x for name, x in arguments_of(options, slopes, sinks).items() if name not in _STATIC}
+    cache = tensor_cache(k_cache, v_cache, k_scale=scales[0], v_scale=scales[1])
     rows = _padded(query.detach(), fine(len(query)), 0)
-    arguments = (shared, rows, _padded_requests(*requests), others, options.physical_score_mod)
+    arguments = (cache, rows, _padded_requests(*requests), others, options.physical_score_mod)
     out: torch.Tensor = torch_call(attention, *arguments)
     return out[: len(query)]
 
