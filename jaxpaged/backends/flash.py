@@ -177,8 +177,7 @@ class FlashAttentionImpl:
           [num_tokens, num_heads * head_size].
 
         Raises:
-          NotImplementedError: on a GPU, what the kernels don't take.
-          RuntimeError: the layer has a block-sparse mask, and a CUDA graph is being captured.
+          NotImplementedError, RuntimeError: in the capture of a CUDA graph, what the kernels don't take.
           TypeError, ValueError: an argument or the metadata don't fit, or `attn_type` is cross-attention, for which
             these metadata have no lengths; nothing has been written.
         """

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from jaxpaged.backends.arguments import check_caches
 from jaxpaged.backends.attention_type import AttentionType, MetadataError
 from jaxpaged.backends.checks import on_gpu
 from jaxpaged.backends.flex_builder import FlexAttentionMetadataBuilder
@@ -16,8 +15,8 @@ from jaxpaged.backends.flex_call import flex_attention_compiled, run_part, tile_
 from jaxpaged.backends.flex_masks import causal_mask_mod, physical_to_logical_mapping
 from jaxpaged.backends.flex_masks import offsets_to_doc_ids as _offsets_to_doc_ids_tensor
 from jaxpaged.backends.flex_metadata import FlexAttentionMetadata, create_block_mask_compiled
-from jaxpaged.backends.gpu_functions import Requests, attend_by_functions, refuse_in_a_capture
 from jaxpaged.backends.gpu_parts import GpuLayerCache, GpuPagedPart, attend_into, plan_of
+from jaxpaged.backends.gpu_plan import AttentionPlan, plan_attention
 from jaxpaged.backends.layer_cache import layer_cache
 from jaxpaged.backends.outputs import check_output, store
 from jaxpaged.backends.padded_calls import Options
@@ -177,8 +176,8 @@ class FlexAttentionImpl:
           output_scale: one float32 number by which results are divided to be stored in an `output` of 8 bits.
 
         Raises:
-          NotImplementedError: on a GPU, what the kernels don't take, but where a user replaced a mask or the scores.
-          RuntimeError: a user replaced them, and a CUDA graph is being captured.
+          NotImplementedError, RuntimeError: in the capture of a CUDA graph, what the kernels don't take, such as masks
+            and scores that a user replaced.
           TypeError, ValueError: an argument, a user's function or the metadata don't fit; nothing has been written.
         """
         if output is None:
@@ -223,29 +222,20 @@ class FlexAttentionImpl:
     ) -> None:
         """`forward` on a GPU, of what has been checked but the cache."""
         cache = GpuLayerCache.of(kv_cache[0], kv_cache[1], self.kv_cache_dtype, layer._k_scale, layer._v_scale)
-        if meta.is_replaced:
-            check_caches(rows, cache.key, cache.value, ("kv_cache", "kv_cache"))
-            refuse_in_a_capture(rows)
-            how = self._with_functions(meta, rows, kv_cache)
-            if new is not None:
-                cache.write(*new)
-            store(attend_by_functions(rows, cache.key, cache.value, cache.scales, *how), output, output_scale)
-            return
-        plan = plan_of(meta, *meta.requests(), int(meta.max_query_len), ("block_table", "seq_lens"))
-        part = GpuPagedPart(slice(0, len(rows)), plan, self._options)
-        attend_into(output, output_scale, rows, part, cache, new)
+        plan, options = self._gpu_batch(meta, rows, kv_cache)
+        attend_into(output, output_scale, rows, GpuPagedPart(slice(0, len(rows)), plan, options), cache, new)
 
-    def _with_functions(
+    def _gpu_batch(
         self, meta: FlexAttentionMetadata, rows: torch.Tensor, kv_cache: torch.Tensor
-    ) -> tuple[Requests, Options, int | None]:
-        """What attends on a GPU where a user replaced a mask or the scores, and the most new tokens of a request."""
+    ) -> tuple[AttentionPlan, Options]:
         if meta.replaced_block_mask is None and meta.replaced_mask_mod is None:
-            return meta.requests(), self._logical_options(meta, rows.device), int(meta.max_query_len)
+            plan = plan_of(meta, *meta.requests(), int(meta.max_query_len), ("block_table", "seq_lens"))
+            return plan, self._logical_options(meta, rows.device)
         part = self._physical_part(meta, rows, kv_cache)
         table, lens, starts = (
             torch.as_tensor(x, device=rows.device) for x in (part.block_table, part.seq_lens, part.starts)
         )
-        return (table, lens, starts), part.options, None
+        return plan_attention(table, lens, starts), part.options
 
     def _part(self, meta: FlexAttentionMetadata, rows: torch.Tensor, kv_cache: torch.Tensor) -> PagedPart:
         if meta.replaced_block_mask is None and meta.replaced_mask_mod is None:

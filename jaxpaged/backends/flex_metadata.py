@@ -9,10 +9,12 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from jaxpaged.backends.flex_masks import MaskMod, PagedMask, ScoreMod, causal_mask_mod, request_of_token
-from jaxpaged.backends.gpu_functions import Requests
 
 create_block_mask_compiled = create_block_mask
 """Not compiled here: it would be for each number of tokens anew."""
+
+Requests = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Block table, lengths and starts of requests."""
 
 _built: weakref.WeakSet[BlockMask] = weakref.WeakSet()
 
@@ -123,12 +125,6 @@ class FlexAttentionMetadata:
         if id(function) not in self._translations:
             self._translations[id(function)] = function, translate(function)
         return self._translations[id(function)][1]
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether a mask or the scores are a user's."""
-        masks = self.replaced_block_mask, self.replaced_mask_mod, self.score_mod
-        return any(x is not None for x in masks) or self.logical_mask_mod is not causal_mask_mod
 
     @property
     def replaced_block_mask(self) -> BlockMask | None:

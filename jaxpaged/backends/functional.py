@@ -1,7 +1,8 @@
 """The functions that PyTorch engines call, under the field's names and with its signatures.
 
 They run on tensors of the CPU, by JAX's reference, and of a Hopper GPU, by the kernels: on the current stream, without
-waiting for the device, and so that CUDA graphs capture them. What the kernels don't take raises NotImplementedError.
+waiting for the device, and so that CUDA graphs capture them. What these don't take goes by JAX, with a warning, and
+raises in a capture.
 """
 
 from jaxpaged.backends.cache_functions import copy_blocks, reshape_and_cache, reshape_and_cache_flash, swap_blocks

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from jaxpaged.backends.gpu_general import attend_generally, has_functions, refuse_in_a_capture
 from jaxpaged.backends.gpu_plan import AttentionPlan
 from jaxpaged.backends.gpu_scales import Scales
 from jaxpaged.backends.padded_calls import Options
 from jaxpaged.bridge import direct
 from jaxpaged.bridge.decode_shapes import ScoreOptions
 from jaxpaged.bridge.head_values import by_column_once, compact
+from jaxpaged.bridge.launch import warn_once
 
 State = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -39,17 +41,23 @@ def attend(
       num_tokens] or None.
 
     Raises:
-      NotImplementedError: the kernels don't take such tensors or options.
+      NotImplementedError, RuntimeError: the kernels don't take such tensors or options, and a CUDA graph is captured.
     """
     q = q.detach() if _heads_side_by_side(q) else q.detach().contiguous()
     sizes = (*q.shape[:2], v_cache.shape[-1])
-    result = out if out is not None and out.is_contiguous() else q.new_empty(sizes)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
-    if _is_empty(q, k_cache, plan):
-        result.zero_()
-        lse = None if lse is None else lse.fill_(-torch.inf)
+    empty = _is_empty(q, k_cache, plan)
+    planned = None if empty else _planned(q, k_cache, v_cache, scales, plan, options)
+    if not empty and planned is None:
+        result, every_lse = attend_generally(q, k_cache, v_cache, scales, plan, options)
+        lse = every_lse if return_lse else None
     else:
-        _launch(q, k_cache, v_cache, scales, plan, options, result, lse)
+        result = out if out is not None and out.is_contiguous() else q.new_empty(sizes)
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
+        if planned is None:
+            result.zero_()
+            lse = None if lse is None else lse.fill_(-torch.inf)
+        else:
+            _launch((q, k_cache, v_cache), scales, plan, options, planned, result, lse)
     if out is not None and result is not out:
         out.copy_(result)
     return result if out is None else out, lse
@@ -63,15 +71,10 @@ def make_plan(
     plan: AttentionPlan,
     options: Options,
 ) -> None:
-    """Plan what `attend` will look up, and so find out whether the kernels take such a call before a cache is written.
-
-    Raises:
-      NotImplementedError: they don't.
-    """
-    _refuse_options(options)
+    """Plan what `attend` will look up, and so find out what it would refuse before a cache is written."""
     if not _is_empty(q, k_cache, plan):
         rows = q if _heads_side_by_side(q) else q.new_empty(q.shape)
-        _planned(rows.detach(), k_cache, v_cache, scales, plan, scores_of(options))
+        _planned(rows.detach(), k_cache, v_cache, scales, plan, options)
 
 
 def _heads_side_by_side(q: torch.Tensor) -> bool:
@@ -84,13 +87,32 @@ def _planned(
     v_cache: torch.Tensor,
     scales: Scales,
     plan: AttentionPlan,
-    scores: ScoreOptions,
-) -> tuple[int | None, Any]:
-    """The plan of decode and its number of new tokens a request, or None and the plan of prefill."""
-    length = plan.decoded_len(q, k_cache, v_cache, scales)
-    if length is None:
-        return None, plan.prefill(q, k_cache, v_cache, scales, scores)
-    return length, plan.decode(q, k_cache, v_cache, scales, length, scores)
+    options: Options,
+) -> tuple[int | None, Any] | None:
+    """The plan of decode and its number of new tokens a request, or None and the plan of prefill.
+
+    None where the operators don't take such a call and JAX's general path does: for functions, and with a warning
+    where the kernels don't fit.
+    """
+    if has_functions(options):
+        refuse_in_a_capture(q)
+        return None
+    try:
+        if options.alibi_slopes is not None and not options.causal:
+            raise NotImplementedError("alibi_slopes: the kernels need causal=True")
+        length = plan.decoded_len(q, k_cache, v_cache, scales)
+        scores = scores_of(options)
+        if length is None:
+            return None, plan.prefill(q, k_cache, v_cache, scales, scores)
+        return length, plan.decode(q, k_cache, v_cache, scales, length, scores)
+    except NotImplementedError as error:
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise
+        warn_once(
+            f"jaxpaged's operators don't take this: {error}. JAX's functions serve instead: they take longer, and no "
+            f"CUDA graph captures them"
+        )
+        return None
 
 
 def scores_of(options: Options) -> ScoreOptions:
@@ -99,36 +121,28 @@ def scores_of(options: Options) -> ScoreOptions:
     return ScoreOptions(options.scale, options.causal, left, right, options.soft_cap or 0.0)
 
 
-def _refuse_options(options: Options) -> None:
-    if options.alibi_slopes is not None and not options.causal:
-        raise NotImplementedError("alibi_slopes: on a GPU they need causal=True")
-
-
 def _is_empty(q: torch.Tensor, k_cache: torch.Tensor, plan: AttentionPlan) -> bool:
     return 0 in (q.shape[0], *plan.block_table.shape, k_cache.shape[0])
 
 
 def _launch(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     scales: Scales,
     plan: AttentionPlan,
     options: Options,
+    planned: tuple[int | None, Any],
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    _refuse_options(options)
-    scores = scores_of(options)
-    length, planned = _planned(q, k_cache, v_cache, scales, plan, scores)
+    """Attend by the operators; `planned` is what `_planned` gave for these tensors, query, keys and values."""
+    (length, numbers), scores = planned, scores_of(options)
     slopes, sinks = options.alibi_slopes, options.sinks
-    sizes: dict[str, Any] = {"num_kv_heads": k_cache.shape[2], "max_query_len": length or 1}
+    sizes: dict[str, Any] = {"num_kv_heads": tensors[1].shape[2], "max_query_len": length or 1}
     decode_slopes = by_column_once(slopes, name="alibi_slopes", **sizes)
     decode_sinks = by_column_once(sinks, name="s_aux", **sizes)
-    tensors = (q, k_cache, v_cache)
     if length is not None:
-        given = (*planned, decode_slopes, decode_sinks, length)
-        row_lse = None if lse is None else lse.new_empty(q.shape[:2])
+        given = (*numbers, decode_slopes, decode_sinks, length)
+        row_lse = None if lse is None else lse.new_empty(lse.T.shape)
         how = (plan.batch_invariant, *scores, out, *scales, row_lse)
         direct.decode(*tensors, plan.block_table, *given, *how)
         if lse is not None and row_lse is not None:
@@ -137,7 +151,7 @@ def _launch(
     slopes, sinks = compact(slopes), compact(sinks)
     if slopes is not None and slopes.ndim == 1:
         slopes = slopes.unsqueeze(0)
-    given = (plan.query_start_loc, *planned, slopes, sinks, decode_slopes, decode_sinks, plan.batch_invariant)
+    given = (plan.query_start_loc, *numbers, slopes, sinks, decode_slopes, decode_sinks, plan.batch_invariant)
     direct.prefill(*tensors, plan.block_table, *given, *scores, out, *scales, lse)
 
 

@@ -5,11 +5,7 @@ from typing import NamedTuple
 import torch
 
 from jaxpaged.backends.checks import check_activation, check_heads, check_int_tensor
-from jaxpaged.backends.gpu_attention import scores_of
-from jaxpaged.backends.padded_calls import Options
 from jaxpaged.bridge import direct
-from jaxpaged.bridge.cache_shapes import cache_shapes
-from jaxpaged.bridge.decode_shapes import refuse_call
 
 _BLOCK_SIZE = 64
 
@@ -27,12 +23,6 @@ class Packed(NamedTuple):
     v_cache: torch.Tensor
     block_table: torch.Tensor
     seq_lens: torch.Tensor
-
-
-def refuse_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> None:
-    """Raise NotImplementedError for packed keys and values that the kernels don't take."""
-    k_cache, v_cache = (x.new_empty(1, _BLOCK_SIZE, *x.shape[1:]) for x in (k, v))
-    refuse_call(cache_shapes(k_cache, v_cache, None, None).cache, q, 1, 1, None, scores_of(options).options())
 
 
 def in_blocks(

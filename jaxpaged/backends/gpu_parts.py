@@ -9,8 +9,7 @@ import torch
 from jaxpaged.backends.arguments import check_caches
 from jaxpaged.backends.checks import check_activation
 from jaxpaged.backends.gpu_attention import attend, make_plan
-from jaxpaged.backends.gpu_functions import attend_by_functions, has_functions, refuse_in_a_capture
-from jaxpaged.backends.gpu_packed import in_blocks, refuse_packed
+from jaxpaged.backends.gpu_packed import in_blocks
 from jaxpaged.backends.gpu_plan import AttentionPlan, plan_attention
 from jaxpaged.backends.gpu_scales import Scales, descale_on_gpu
 from jaxpaged.backends.outputs import store
@@ -72,14 +71,12 @@ class GpuPagedPart:
         if cache is None:
             raise ValueError("kv_cache: expected a cache, since requests attend to tokens in it, got none")
         check_caches(query, cache.key, cache.value, ("kv_cache", "kv_cache"))
-        if has_functions(self.options):
-            refuse_in_a_capture(query)
-        else:
-            make_plan(query[self.tokens], cache.key, cache.value, cache.scales, self.plan, self.options)
+        make_plan(query[self.tokens], cache.key, cache.value, cache.scales, self.plan, self.options)
 
     def attend(self, query: torch.Tensor, cache: GpuLayerCache | None, out: torch.Tensor) -> None:
         assert cache is not None  # checked
-        _attend(query[self.tokens], (cache.key, cache.value, cache.scales), self.plan, self.options, out)
+        options = _on(query.device, self.options)
+        attend(query[self.tokens], cache.key, cache.value, cache.scales, self.plan, options, out, False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,16 +98,13 @@ class GpuPackedPart:
 
     def check(self, query: torch.Tensor, cache: GpuLayerCache | None) -> None:
         check_activation("key", self.key, ("num_tokens", "num_kv_heads", query.shape[-1]), query.dtype)
-        if has_functions(self.options):
-            refuse_in_a_capture(query)
-        refuse_packed(query, self.key, self.value, self.options)
 
     def attend(self, query: torch.Tensor, cache: GpuLayerCache | None, out: torch.Tensor) -> None:
         num_reqs = self.starts.shape[0] - 1
         held = in_blocks(query, self.key, self.value, self.starts, None, num_reqs, self.longest)
         plan = plan_attention(held.block_table, held.seq_lens, self.starts, self.longest)
         caches = (held.k_cache, held.v_cache, (None, None))
-        _attend(query[self.tokens], caches, plan, self.options, out)
+        attend(query[self.tokens], *caches, plan, _on(query.device, self.options), out, False)
 
 
 GpuPart = GpuPagedPart | GpuPackedPart
@@ -197,17 +191,3 @@ def _on(device: torch.device, options: Options) -> Options:
     """Options whose slopes, which layers keep on the CPU, are where the kernels read them."""
     slopes = options.alibi_slopes
     return options if slopes is None else dataclasses.replace(options, alibi_slopes=on_device(slopes, device))
-
-
-def _attend(
-    query: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor, Scales],
-    plan: AttentionPlan,
-    options: Options,
-    out: torch.Tensor,
-) -> None:
-    if has_functions(options):
-        requests = (plan.block_table, plan.seq_lens, plan.query_start_loc)
-        out.copy_(attend_by_functions(query, *cache, requests, options, plan.max_seqlen_q))
-    else:
-        attend(query, *cache, plan, _on(query.device, options), out, False)

@@ -87,7 +87,7 @@ def flash_attn_with_kvcache(
       num_heads, seqlen_q] float32.
 
     Raises:
-      NotImplementedError: `q_descale`, or on a GPU `cache_leftpad` or what the kernels don't take.
+      NotImplementedError: `q_descale`, or on a GPU `cache_leftpad`, or in a CUDA graph what the kernels don't take.
       TypeError, ValueError: an argument doesn't fit; the message names it, and nothing has been written.
     """
     refuse_descale(q_descale)

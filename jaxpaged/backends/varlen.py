@@ -106,7 +106,7 @@ def flash_attn_varlen_func(
       total_q] float32.
 
     Raises:
-      NotImplementedError: dropout, `return_attn_probs`, `q_descale`, or on a GPU what the kernels don't take.
+      NotImplementedError: dropout, `return_attn_probs`, `q_descale`, or in a CUDA graph what the kernels don't take.
       TypeError, ValueError: an argument doesn't fit; the message names it, and `out` is untouched.
     """
     _check_order(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

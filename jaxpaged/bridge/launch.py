@@ -263,11 +263,11 @@ def gpu(device: torch.device) -> Gpu:
 _warned: set[str] = set()
 
 
-def warn_once(reason: str) -> None:
-    """Say why another path serves, once a reason."""
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(f"jaxpaged's kernels can't run on PyTorch's stream: {reason}", RuntimeWarning, stacklevel=3)
+def warn_once(message: str) -> None:
+    """Say that another path serves, and why, once a message."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _picker(places: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:

@@ -131,7 +131,10 @@ def _fallback(name: str, reason: str) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         if name not in _fallbacks:
             raise NotImplementedError(f"{name}: {reason}")
-        warn_once(f"{reason}. XLA's programs serve instead: they take longer to call, and no CUDA graph captures them")
+        warn_once(
+            f"jaxpaged's kernels can't run on PyTorch's stream: {reason}. XLA's programs serve instead: they take "
+            f"longer to call, and no CUDA graph captures them"
+        )
         return _fallbacks[name](*args, **options)
 
     return call

@@ -9,7 +9,6 @@ from jaxpaged.backends.arguments import attention_options, check_caches
 from jaxpaged.backends.checks import check_activation, check_tensors, on_gpu
 from jaxpaged.backends.functional import flash_attn_varlen_func, flash_attn_with_kvcache, reshape_and_cache_flash
 from jaxpaged.backends.gpu_attention import make_plan
-from jaxpaged.backends.gpu_packed import refuse_packed
 from jaxpaged.backends.padded_calls import Options
 from jaxpaged.bridge.dlpack import refuse_grad
 from jaxpaged.integrations.transformers_step import Layer, Plan, Step, plan_of
@@ -69,14 +68,14 @@ def attention_forward(
     gpu = on_gpu(query=q, key=k, value=v, s_aux=s_aux, **{"cache.key_cache": layer.key_cache})
     checked = _check(layer, q, k, v, options, gpu)
     if layer.ring is not None and step.block_table is None and not step.decodes_from_cache(layer.group):
-        if gpu:
-            refuse_packed(q, k, v, checked)
         out = _attend_beside_cache(layer, step, q, k, v, options)
     elif gpu:
         plan = plan_of(layer, step, gpu)
         assert plan.attention is not None
         window = checked if layer.ring is None else dataclasses.replace(checked, window=(None, None))
-        make_plan(q, *layer.blocks(plan.block_size), (None, None), plan.attention, window)  # it refuses, if anything
+        make_plan(
+            q, *layer.blocks(plan.block_size), (None, None), plan.attention, window
+        )  # it refuses, if anything does
         out = _write_and_attend(layer, step, plan, q, k, v, options)
     elif step.block_table is not None:
         out = _decode(layer, step, q, k, v, options)

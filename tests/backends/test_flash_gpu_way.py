@@ -89,13 +89,16 @@ def test_8_bit_caches_are_attended_to(
     assert torch.equal(ours, theirs)
 
 
-def test_prompts_that_prefill_has_no_room_for_are_refused_before_anything_is_written(called: list[str]) -> None:
+def test_prompts_that_prefill_has_no_room_for(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By JAX's general path."""
     engine = SmallEngine(*MIXED, dtype=BF16, head_size=256)
-    cache = torch.zeros(engine.kv_cache.shape, dtype=torch.uint8)
-    layer = impl(head_size=256, scale=1 / 16, kv_cache_dtype="fp8")
-    with pytest.raises(NotImplementedError, match="no room in shared memory for 8-bit heads of 256"):
-        run(layer, engine, metadata(engine, 3), kv_cache=cache)
-    assert not cache.any()
+    cache = (engine.kv_cache.nan_to_num().float() / 0.05).to(torch.float8_e4m3fn).view(torch.uint8)
+    layer, given = impl(head_size=256, scale=1 / 16, kv_cache_dtype="fp8"), {"k_scale": 0.05, "v_scale": 0.05}
+    out = run(layer, engine, metadata(engine, 3), kv_cache=cache.clone(), **given)
+    assert "prefill" not in called
+    monkeypatch.undo()
+    expected = run(layer, engine, metadata(engine, 3), kv_cache=cache, **given)
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=4e-3)
 
 
 @pytest.mark.parametrize("homo", [{}, {"homo_head_group": True}])
@@ -113,11 +116,13 @@ def test_block_sparse_prompts_without_tables(called: list[str]) -> None:
     assert set(called) == {"reshape_and_cache"}
 
 
-def test_what_the_kernels_do_not_take_is_refused_before_anything_is_written(called: list[str]) -> None:
+def test_float32_goes_by_jax(called: list[str]) -> None:
     engine = SmallEngine(*MIXED)
-    with pytest.raises(NotImplementedError, match="queries of bfloat16"):
-        run(impl(), engine, metadata(engine, 3))
-    assert torch.equal(engine.bits(), engine.before)
+    engine.check(run(impl(sliding_window=20), engine, metadata(engine, 3)), window=(19, 0))
+    assert called == ["plan_prefill", "plan_decode", "reshape_and_cache", "plan_prefill", "plan_decode"]
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(called: list[str]) -> None:
     engine = SmallEngine(*MIXED, dtype=BF16)
     for cache, error, message in (
         (engine.kv_cache[:, :, :, :1], ValueError, "kv_cache: expected shape"),

@@ -17,7 +17,7 @@ from jaxpaged.backends.functional import (
     reshape_and_cache,
     reshape_and_cache_flash,
 )
-from jaxpaged.bridge import head_values
+from jaxpaged.bridge import head_values, launch
 from jaxpaged.testing import doors
 from jaxpaged.testing.cases import QUANTIZED, named_cases
 from jaxpaged.testing.verify import compare
@@ -25,7 +25,6 @@ from jaxpaged.testing.verify import compare
 T = torch.zeros
 BF16 = torch.bfloat16
 EIGHT = torch.zeros(12, 16, 2, 64).to(torch.float8_e4m3fn)
-BY_TOKEN = {n: EIGHT.view(torch.int8) for n in "kv"} | {f"{n}_descale": torch.ones(12, 16, 2) for n in "kv"}
 
 
 @pytest.fixture
@@ -72,17 +71,19 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_kernels_do_not_take_says_so(as_on_gpu: list[str], name: str) -> None:
-    """The doors' refusals are those of the functions."""
-    from jaxpaged.testing.cases import build
-
+def test_what_the_kernels_do_not_take_jax_does(as_on_gpu: list[str], name: str) -> None:
+    """With a warning. The doors know what the kernels don't take."""
     case = doors._in_half(CASES[name])
     if name == "bfloat16-float32-cache":
         case = dataclasses.replace(case, cache_dtype="float32")
     assert doors.on_gpu_refuses(case) is not None
-    if doors._torch_refuses(case) is None:
-        with pytest.raises(NotImplementedError):
-            doors._run_torch_varlen(build(case))
+    if doors._torch_refuses(case) is not None:
+        return
+    launch._warned.clear()
+    with pytest.warns(RuntimeWarning, match="JAX's functions serve instead"):
+        result = compare(case, "varlen", doors.Door(doors._run_torch_varlen, doors._torch_refuses, doors._in_half, 1.5))
+    assert result.ok, result
+    assert not set(as_on_gpu) & {"decode", "prefill"}
 
 
 def step() -> dict[str, Any]:
@@ -155,17 +156,7 @@ def test_queries_that_are_part_of_a_product_are_read_where_they_lie(
 BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
     "dense": ({"block_table": None}, ValueError, "k: expected shape"),
     "no lengths": ({"seqused_k": None}, ValueError, "seqused_k: with block_table"),
-    "slopes": ({"alibi_slopes": T(4), "causal": False}, NotImplementedError, "alibi_slopes: on a GPU"),
     "descale": ({"k_descale": 2.0}, ValueError, "k_descale: it belongs to 8-bit caches"),
-    "float32": (
-        {"q": T(9, 4, 64), "k": T(12, 16, 2, 64), "v": T(12, 16, 2, 64), "out": None}, NotImplementedError, "float32"
-    ),
-    "scales of tokens": ({**BY_TOKEN}, NotImplementedError, "scales per token and head are taken by decode alone"),
-    "scales of tokens, long": ({**BY_TOKEN, "max_seqlen_q": 9}, NotImplementedError, "scales per token and head are"),
-    "8 bits, large heads": (
-        {"q": T(9, 4, 256, dtype=BF16), "out": None, **{n: T(12, 16, 2, 256).to(EIGHT.dtype) for n in "kv"}},
-        NotImplementedError, "head_size: prefill has no room in shared memory for 8-bit heads of 256"
-    ),
     "int8": ({n: EIGHT.view(torch.int8) for n in "kv"}, ValueError, "k_scale"),
     "scales of requests": (
         {**{n: EIGHT for n in "kv"}, "k_descale": torch.ones(2, 2)}, NotImplementedError, "k_descale: .* per request"
@@ -216,11 +207,9 @@ def test_new_tokens_are_written_as_on_the_cpu(
 
 
 def test_a_cache_is_not_written_if_attention_is_refused(as_on_gpu: list[str]) -> None:
-    caches = [T(12, 4, 2, 64, dtype=BF16) for _ in range(2)]  # blocks of 4 tokens
+    caches = [T(12, 4, 2, 64, dtype=BF16) for _ in range(2)]
     q, k = T(3, 1, 4, 64, dtype=BF16), torch.ones(3, 1, 2, 64, dtype=BF16)
-    table, lens = T(3, 2, dtype=torch.int32), T(3, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="blocks of a multiple of 8"):
-        flash_attn_with_kvcache(q, *caches, k, k, cache_seqlens=lens, block_table=table)
+    lens = T(3, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="cache_leftpad: not supported on a GPU"):
         flash_attn_with_kvcache(q, *caches, k, k, cache_seqlens=lens, cache_leftpad=lens)
     assert not any(x.any() for x in caches)
@@ -294,17 +283,46 @@ def test_new_tokens_are_stored_in_8_bits(
         assert not torch.equal(x.view(torch.uint8), old.view(torch.uint8))
 
 
-def test_scales_that_decode_alone_takes_are_refused_before_a_cache_is_written(as_on_gpu: list[str]) -> None:
-    caches, scales = [T(4, 16, 2, 64, dtype=torch.int8) for _ in range(2)], [torch.ones(4, 16, 2) for _ in range(2)]
-    q, k = torch.randn(2, 9, 4, 64).to(BF16), torch.randn(2, 9, 2, 64).to(BF16)
+def by_token() -> dict[str, Any]:
     lens, table = torch.tensor([2, 5], dtype=torch.int32), torch.tensor([[1], [0]], dtype=torch.int32)
-    how: dict[str, Any] = {"cache_seqlens": lens, "block_table": table, "causal": True}
-    how |= {"k_descale": scales[0], "v_descale": scales[1]}
-    with pytest.raises(NotImplementedError, match="scales per token and head are taken by decode alone"):
-        flash_attn_with_kvcache(q, *caches, k, k, **how)
-    assert not any(x.any() for x in caches) and all((x == 1).all() for x in scales)
-    flash_attn_with_kvcache(q[:, :3], *caches, k[:, :3], k[:, :3], **how)
-    assert all(x.any() for x in caches) and not any((x == 1).all() for x in scales)
+    return {
+        "q": torch.randn(2, 9, 4, 64).to(BF16), **{n: torch.randn(2, 9, 2, 64).to(BF16) for n in "kv"},
+        **{f"{n}_cache": torch.randint(-99, 99, (4, 16, 2, 64), dtype=torch.int8) for n in "kv"},
+        **{f"{n}_descale": torch.rand(4, 16, 2) / 50 for n in "kv"},
+        "cache_seqlens": lens, "block_table": table, "causal": True,
+    }  # fmt: skip
+
+
+def in_float32() -> dict[str, Any]:
+    given = by_token() | {f"{n}_cache": torch.randn(4, 16, 2, 64) for n in "kv"}
+    given |= {n: given[n].float() for n in "qkv"}
+    return given | {f"{n}_descale": None for n in "kv"}
+
+
+def in_blocks_of_4() -> dict[str, Any]:
+    given = in_float32() | {f"{n}_cache": torch.randn(16, 4, 2, 64) for n in "kv"}
+    given["block_table"] = torch.randperm(16, dtype=torch.int32)[:8].view(2, 4)
+    return {name: x.to(BF16) if x is not None and name[0] in "qkv" else x for name, x in given.items()}
+
+
+def with_slopes_to_both_sides() -> dict[str, Any]:
+    return in_blocks_of_4() | {"alibi_slopes": torch.rand(2, 4), "causal": False}
+
+
+@pytest.mark.parametrize("make", [by_token, in_float32, in_blocks_of_4, with_slopes_to_both_sides])
+def test_new_tokens_of_what_the_kernels_do_not_take(
+    as_on_gpu: list[str], monkeypatch: pytest.MonkeyPatch, make: Callable[[], dict[str, Any]]
+) -> None:
+    """Written by the operator, and attended to by JAX's general path."""
+    given = make()
+    copies = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    out, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
+    assert "reshape_and_cache" in as_on_gpu and not set(as_on_gpu) & {"decode", "prefill"}
+    monkeypatch.undo()
+    expected, expected_lse = flash_attn_with_kvcache(**copies, return_softmax_lse=True)
+    assert all(torch.equal(given[name], copies[name]) for name in ("k_cache", "v_cache"))
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=4e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
 
 
 def test_values_per_head_are_made_once_and_again_when_written_to() -> None:

@@ -297,16 +297,9 @@ def test_block_tables_of_transformers_on_a_gpu(as_on_gpu: list[str], padded: boo
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_what_the_kernels_do_not_take_is_refused_before_anything_is_written(as_on_gpu: list[str], layer: int) -> None:
-    for cache in (
-        FakeCache(window=10, block_size=4),  # float32
-        FakeCache(window=10, block_size=4, dtype=torch.bfloat16, head_size=HEAD_SIZE // 4),
-    ):
-        before = cache.key_cache[0].clone()
-        states = [torch.ones(1, n, 19, cache.key_cache[0].shape[-1]) for n in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
-        states = [x.to(cache.key_cache[0].dtype) for x in states]
-        module = types.SimpleNamespace(layer_idx=layer)
-        with pytest.raises(NotImplementedError, match="the kernels take"):
-            attention_forward(module, *states, None, cache=cache, **step_arguments(cache, PROMPTS[0]))
-        assert torch.equal(cache.key_cache[0].nan_to_num(7.0), before.nan_to_num(7.0))
-    assert not set(as_on_gpu) & {"reshape_and_cache", "decode", "prefill"}
+def test_float32_on_a_gpu_goes_by_jax(as_on_gpu: list[str], layer: int) -> None:
+    cache = FakeCache(window=10, block_size=4)
+    requests = Requests(cache)
+    for parts in (*PROMPTS, *DECODES):
+        check(*requests.run(layer, parts, step_arguments(cache, parts)))
+    assert "reshape_and_cache" in as_on_gpu and not set(as_on_gpu) & {"decode", "prefill"}

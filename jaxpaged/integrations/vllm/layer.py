@@ -156,8 +156,8 @@ class AttentionLayer:
           output_scale: one float32 number by which results are divided to be stored in an `output` of 8 bits.
 
         Raises:
-          NotImplementedError: `output_block_scale`, or on a GPU what the kernels don't take.
-          RuntimeError: only some requests are causal, and a CUDA graph is being captured.
+          NotImplementedError: `output_block_scale`.
+          NotImplementedError, RuntimeError: in the capture of a CUDA graph, what the kernels don't take.
           TypeError, ValueError: an argument or the metadata don't fit; nothing has been written.
         """
         if attn_metadata is None:

@@ -1,7 +1,7 @@
-"""Attention on a GPU with masks and scores that are functions: JAX traces them into kernels, or into XLA's programs.
+"""Attention on a GPU by JAX's general path: masks and scores that are functions, and what the operators don't take.
 
-This is the general path, `torch_call`: some hundred microseconds a layer, and no CUDA graph captures it. What the
-kernels can't trace, functions that index tensors, XLA computes tile by tile.
+It is `torch_call`: some hundred microseconds a layer, and no CUDA graph captures it. JAX traces functions of positions
+into the kernels. What these don't take XLA computes tile by tile, rightly and slowly.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from jaxpaged.attention import paged_attention
+from jaxpaged.backends.gpu_plan import AttentionPlan
 from jaxpaged.backends.gpu_scales import Scales
 from jaxpaged.backends.padded_calls import Options, arguments_of, coarse, fine, score_by_index
 from jaxpaged.bridge.dlpack import refuse_capture, tensor_cache
@@ -20,9 +21,6 @@ from jaxpaged.metadata.buckets import next_bucket
 from jaxpaged.metadata.checks import INT32_MAX
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.attention import MOST_DECODED
-
-Requests = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Block table, lengths and starts of requests."""
 
 _STATIC = ("scale", "causal", "window", "soft_cap")
 
@@ -36,63 +34,69 @@ class _Attention:
     window: tuple[int | None, int | None]
     soft_cap: float | None
     max_query_len: int | None
+    batch_invariant: bool
 
     def __call__(
         self, cache: KVCache, query: Any, requests: tuple[Any, Any, Any], others: dict[str, Any], physical: Any
     ) -> Any:
         batch = PagedBatch(*requests, None, self.max_query_len)
-        arguments = {name: getattr(self, name) for name in _STATIC} | others
+        arguments = {name: getattr(self, name) for name in (*_STATIC, "batch_invariant")} | others
         if physical is not None:
             arguments["score_mod"] = score_by_index(physical, arguments["score_mod"], batch, cache)
-        return paged_attention(query, cache, batch, **arguments)
+        return paged_attention(query, cache, batch, return_lse=True, **arguments)
 
 
 def has_functions(options: Options) -> bool:
-    """Whether only `attend_by_functions` has the options."""
+    """Whether only `attend_generally` has the options."""
     return any(f is not None for f in (options.mask_mod, options.score_mod, options.physical_score_mod))
 
 
 def refuse_in_a_capture(query: torch.Tensor) -> None:
     """Raise RuntimeError while a CUDA graph is being captured."""
     if query.is_cuda:
-        refuse_capture(query.device, "attention with functions of positions")
+        refuse_capture(query.device, "attention that PyTorch's operators don't have")
 
 
-def attend_by_functions(
+def attend_generally(
     query: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     scales: Scales,
-    requests: Requests,
+    plan: AttentionPlan,
     options: Options,
-    max_query_len: int | None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of packed queries to a paged cache.
 
     Args:
       query: [num_tokens, num_heads, head_size].
       k_cache, v_cache: [num_blocks, block_size, num_kv_heads, size].
-      requests: [num_reqs, max_blocks_per_req], [num_reqs] and [num_reqs + 1] int32.
+      plan: of the batch, of which nothing is planned here.
       options: functions are pytrees, such as `jax_function` makes for the query's device.
-      max_query_len: no request has more new tokens; None when unknown.
 
     Returns:
-      [num_tokens, num_heads, v_head_size], a tensor of its own.
+      The output [num_tokens, num_heads, v_head_size] and the lse [num_heads, num_tokens], of memory of their own.
 
     Raises:
       TypeError, ValueError: an argument doesn't fit.
       RuntimeError: a CUDA graph is being captured.
     """
-    few = max_query_len is not None and max_query_len <= MOST_DECODED
+    longest = plan.max_seqlen_q
+    few = longest is not None and longest <= MOST_DECODED
     settings = {name: getattr(options, name) for name in _STATIC}
-    attention = _Attention(**settings, max_query_len=next_bucket(max(max_query_len or 1, 1)) if few else None)
+    attention = _Attention(
+        **settings,
+        max_query_len=next_bucket(max(longest or 1, 1)) if few else None,
+        batch_invariant=plan.batch_invariant,
+    )
     slopes, sinks = (None if x is None else on_device(x, query.device) for x in (options.alibi_slopes, options.sinks))
+    if slopes is not None and slopes.ndim == 2:
+        slopes = _padded(slopes, coarse(len(slopes)), 0)
     others = {name: x for name, x in arguments_of(options, slopes, sinks).items() if name not in _STATIC}
     cache = tensor_cache(k_cache, v_cache, k_scale=scales[0], v_scale=scales[1])
     rows = _padded(query.detach(), fine(len(query)), 0)
-    arguments = (cache, rows, _padded_requests(*requests), others, options.physical_score_mod)
-    out: torch.Tensor = torch_call(attention, *arguments)
-    return out[: len(query)]
+    requests = _padded_requests(plan.block_table, plan.seq_lens, plan.query_start_loc)
+    out, lse = torch_call(attention, cache, rows, requests, others, options.physical_score_mod)
+    return out[: len(query)], lse[:, : len(query)]
 
 
 def _padded_requests(
