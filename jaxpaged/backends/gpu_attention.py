@@ -44,23 +44,20 @@ def attend(
       NotImplementedError, RuntimeError: the kernels don't take such tensors or options, and a CUDA graph is captured.
     """
     q = q.detach() if _heads_side_by_side(q) else q.detach().contiguous()
-    sizes = (*q.shape[:2], v_cache.shape[-1])
-    empty = _is_empty(q, k_cache, plan)
-    planned = None if empty else _planned(q, k_cache, v_cache, scales, plan, options)
-    if not empty and planned is None:
-        result, every_lse = attend_generally(q, k_cache, v_cache, scales, plan, options)
-        lse = every_lse if return_lse else None
+    tensors = (q, k_cache, v_cache)
+    lse: torch.Tensor | None
+    if _is_empty(q, k_cache, plan):
+        result = q.new_zeros((*q.shape[:2], v_cache.shape[-1]))
+        lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
+    elif (planned := _planned(*tensors, scales, plan, options)) is None:
+        result, lse = attend_generally(*tensors, scales, plan, options)
     else:
-        result = out if out is not None and out.is_contiguous() else q.new_empty(sizes)
+        result = out if out is not None and out.is_contiguous() else q.new_empty((*q.shape[:2], v_cache.shape[-1]))
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
-        if planned is None:
-            result.zero_()
-            lse = None if lse is None else lse.fill_(-torch.inf)
-        else:
-            _launch((q, k_cache, v_cache), scales, plan, options, planned, result, lse)
+        _launch(tensors, scales, plan, options, planned, result, lse)
     if out is not None and result is not out:
         out.copy_(result)
-    return result if out is None else out, lse
+    return result if out is None else out, lse if return_lse else None
 
 
 def make_plan(
