@@ -92,8 +92,7 @@ def flash_attn_varlen_func(
       return_softmax_lse: return the lse, too.
       out: [total_q, num_heads, v_head_size] in the dtype of `q`, written in place and returned.
       k_descale, v_descale: factors of an 8-bit cache: numbers, or float32 tensors of one element, [num_kv_heads],
-        [batch, num_kv_heads] with equal rows, on a GPU expanded from one, or [num_blocks, block_size, num_kv_heads],
-        on a GPU where decode takes all requests.
+        [batch, num_kv_heads] with equal rows, on a GPU expanded from one, or [num_blocks, block_size, num_kv_heads].
       s_aux: [num_heads], sinks: logits that take part in the softmax's denominator alone, and not in the lse.
       max_seqlen_q: on a GPU, no request has more queries; None when unknown. With up to 8, decode takes all requests.
       scheduler_metadata: on a GPU what `plan_attention` returned for the step, or None to plan within the call.

@@ -1,4 +1,4 @@
-"""Operators that launch without Python, where a C++ compiler is at hand: a call takes less than `add_` does.
+"""Operators that launch without Python, where a C++ compiler is at hand.
 
 PyTorch's dispatcher takes 1 µs to get to an operator in C++, and 2 more to hand its arguments to one in Python, which
 then needs as long as a launch to look at them. So for tensors like those of an earlier call `launcher.cpp` launches

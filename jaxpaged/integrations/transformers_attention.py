@@ -73,9 +73,7 @@ def attention_forward(
         plan = plan_of(layer, step, gpu)
         assert plan.attention is not None
         window = checked if layer.ring is None else dataclasses.replace(checked, window=(None, None))
-        make_plan(
-            q, *layer.blocks(plan.block_size), (None, None), plan.attention, window
-        )  # it refuses, if anything does
+        make_plan(q, *layer.blocks(plan.block_size), (None, None), plan.attention, window)  # before it writes
         out = _write_and_attend(layer, step, plan, q, k, v, options)
     elif step.block_table is not None:
         out = _decode(layer, step, q, k, v, options)
