@@ -15,9 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.pallas import decode_plan as field
-from jaxpaged.pallas.decode import BY_ROW, columns_of
+from jaxpaged.pallas.decode import columns_of
 from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.decode_shape import DecodeShape, per_column
+from jaxpaged.pallas.decode_teams import BY_ROW
 from jaxpaged.pallas.matmul import transposed
 from jaxpaged.pallas.mosaic import Interpreter, follow_previous_kernel, kernel, store
 from jaxpaged.pallas.paged_tiles import CHUNK

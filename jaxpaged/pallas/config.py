@@ -6,7 +6,7 @@ from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.decode_teams import reduction_numbers
-from jaxpaged.pallas.eight_bits import product_dtype
+from jaxpaged.pallas.eight_bits import has_row_scales, product_dtype
 from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape
 from jaxpaged.pallas.prefill_plan import PrefillTiling
 from jaxpaged.pallas.scores import changes_scores
@@ -118,7 +118,7 @@ def _stages_that_fit(cache: KVCache, rows: int, tile: int, warpgroups: int = 1, 
         others += [warpgroups * query, warpgroups * tile * v_size * 2]
     if warpgroups > 1:
         others += [(warpgroups - 1) * n for n in (out, 2 * columns * 4)]
-    row_scales = tile * cache.num_kv_heads * 4 if cache.k_scale is not None and cache.k_scale.ndim == 3 else 0
+    row_scales = tile * cache.num_kv_heads * 4 if has_row_scales(cache) else 0
     ring = tile * (k_size + v_size) * cache.dtype.itemsize + 2 * row_scales
     aligned = sum(-(-n // ALIGNMENT) * ALIGNMENT for n in others) + (2 * ALIGNMENT if row_scales % ALIGNMENT else 0)
     return (room - _BARRIER_BYTES - aligned) // ring

@@ -29,6 +29,7 @@ from jaxpaged.pallas import decode_teams
 from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.decode_shape import DecodeShape, divided, per_column, reduction_bytes, workspace_types
 from jaxpaged.pallas.decode_teams import (
+    BY_ROW,
     REGISTERS,
     Merged,
     first_own,
@@ -74,9 +75,6 @@ from jaxpaged.pallas.paged_tiles import (
 from jaxpaged.pallas.ranges import Loop, leading_loops
 from jaxpaged.pallas.scores import TilePlace, kept, log2_scores, normalized, with_sink
 from jaxpaged.reference.attention import AttentionOptions, attended_range
-
-BY_ROW = plgpu.Layout.WGMMA.reduce(0)
-"""How one number for each row of a request lies in registers."""
 
 
 class Operands(NamedTuple):
@@ -386,8 +384,9 @@ def _compute(
         step = functools.partial(_step, shape, options, operands, memory, interpret, piece, q_slot, factors, tiles)
         state, loops = _empty_state(shape), _loops(shape, options, piece)
         if several:
-            step = functools.partial(_own_step, shape, step, first_own(shape, wg, tiles))
-            loops = [own_tiles(shape, wg, tiles, loop) for loop in loops]
+            mine = first_own(shape, wg, tiles)
+            step = functools.partial(_own_step, shape, step, mine)
+            loops = [own_tiles(shape, mine, loop) for loop in loops]
         for first, end, how in loops:
             state = lax.fori_loop(first, end, functools.partial(step, **how), state)
         if not shape.quantized:

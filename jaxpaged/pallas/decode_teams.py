@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from jaxpaged.pallas.decode import Memory, Softmax
     from jaxpaged.pallas.decode_shape import DecodeShape
 
-BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+BY_ROW = plgpu.Layout.WGMMA.reduce(0)
+"""How one number for each row of a request lies in registers: rows are the columns of products."""
 PEAK, TOTAL = 0, 1
 """Rows of `Memory.handed_stats`."""
 REGISTERS = {2: (216, 72), 3: (152, 56)}
@@ -54,22 +55,21 @@ def reduction_numbers(columns: int) -> int:
     return max(512, 32 * columns)
 
 
-def own_tiles(shape: "DecodeShape", wg: Any, tiles: Any, loop: Loop) -> Loop:
-    """Of tiles of a piece, before which `tiles` of the share lie, those of a warpgroup, counted by themselves.
+def first_own(shape: "DecodeShape", wg: Any, tiles: Any) -> Any:
+    """The first of a piece's tiles, before which `tiles` of the share lie, that is a warpgroup's.
 
     A place in the ring is always one warpgroup's, since their number divides that of places: each waits for all phases
     of its barriers.
     """
-    begin, end, how = loop
-    first, n = first_own(shape, wg, tiles), jnp.int32(shape.warpgroups)
-    begin, end = (ceil_div(jnp.maximum(x - first, 0), n) for x in (begin, end))
-    return begin, end, how
-
-
-def first_own(shape: "DecodeShape", wg: Any, tiles: Any) -> Any:
-    """The first of a piece's tiles that is a warpgroup's."""
     n = jnp.int32(shape.warpgroups)
     return lax.rem(wg + n - lax.rem(tiles, n), n)
+
+
+def own_tiles(shape: "DecodeShape", first: Any, loop: Loop) -> Loop:
+    """Of tiles of a piece those of a warpgroup, the first of which is `first`, counted by themselves."""
+    begin, end, how = loop
+    begin, end = (ceil_div(jnp.maximum(x - first, 0), jnp.int32(shape.warpgroups)) for x in (begin, end))
+    return begin, end, how
 
 
 def maximum(shape: "DecodeShape", memory: "Memory", s: Any, interpret: Interpreter | None) -> Any:
@@ -101,7 +101,7 @@ def merge(shape: "DecodeShape", memory: "Memory", state: Merged) -> Merged:
     for other in range(shape.warpgroups - 1):
         plgpu.barrier_wait(memory.handed_over.at[other])
         peak, total = (
-            plgpu.load(memory.handed_stats.at[other, row], layout=BY_COLUMN, optimized=False) for row in (PEAK, TOTAL)
+            plgpu.load(memory.handed_stats.at[other, row], layout=BY_ROW, optimized=False) for row in (PEAK, TOTAL)
         )
         highest = jnp.maximum(state.peak, peak)
         shift = jnp.where(highest == -jnp.inf, 0.0, highest)

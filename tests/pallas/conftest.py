@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import jax
 import pytest
 
+from jaxpaged.pallas import decode
+from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.mosaic import interpreted
 from jaxpaged.pallas.tuning import gpu_of, tuned_for
 
@@ -30,3 +32,12 @@ def set_multiprocessors() -> Iterator[Callable[[int], None]]:
     """Sets for how many multiprocessors the kernels share their work: few make few CTAs, which are soon interpreted."""
     with contextlib.ExitStack() as stack:
         yield lambda num_sms: stack.enter_context(tuned_for(dataclasses.replace(gpu_of(), num_sms=num_sms)))
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[DecodeShape]:
+    """The shapes of the decode kernels that are traced from now on."""
+    shapes: list[DecodeShape] = []
+    allocate = decode._allocate
+    monkeypatch.setattr(decode, "_allocate", lambda shape, *args: [shapes.append(shape), allocate(shape, *args)][1])
+    return shapes

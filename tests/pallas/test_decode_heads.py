@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxpaged.pallas import decode
+from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.mosaic import interpreter
 from jaxpaged.pallas.tuning import DecodeTiles, Rule, ShapeClass, gpu_of, tuned_for
 from jaxpaged.testing.cases import Case
@@ -42,12 +42,9 @@ INTERPRETED = {"fewer positions than a tile", "parts of requests", "new tokens",
 
 @pytest.mark.parametrize("heads", [2, 4, 8])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_results_are_the_definitions(kernels: None, monkeypatch: pytest.MonkeyPatch, case: Case, heads: int) -> None:
+def test_results_are_the_definitions(kernels: None, decoded: list[DecodeShape], case: Case, heads: int) -> None:
     if interpreter() is not None and heads > 2 and case.name not in INTERPRETED:
         pytest.skip("interpreted with two heads alone, for the time that it takes")
-    shapes: list[Any] = []
-    allocate = decode._allocate
-    monkeypatch.setattr(decode, "_allocate", lambda shape, *args: [shapes.append(shape), allocate(shape, *args)][1])
     case = dataclasses.replace(case, **{k: v for k, v in SIZES.items() if k == "dtype" or case.num_heads != 24})
     with tuned_for(dataclasses.replace(FEW, decode=(Rule(ShapeClass(), DecodeTiles(64, 2, 6, 1, 1, heads)),))):
         result = compare(case, "kernels", DOORS["kernels"])
@@ -55,4 +52,4 @@ def test_results_are_the_definitions(kernels: None, monkeypatch: pytest.MonkeyPa
     assert result.ok, result
     rows = case.num_heads // case.num_kv_heads * max(case.query_lens)
     expected = 1 if case.scales == "head" else min(heads, next(n for n in (8, 4, 2) if n * rows <= 16))
-    assert {(shape.heads, shape.tile * shape.heads) for shape in shapes} == {(expected, 64)}
+    assert {(shape.heads, shape.tile * shape.heads) for shape in decoded} == {(expected, 64)}
