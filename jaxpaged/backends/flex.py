@@ -228,7 +228,7 @@ class FlexAttentionImpl:
     def _gpu_batch(
         self, meta: FlexAttentionMetadata, rows: torch.Tensor, kv_cache: torch.Tensor
     ) -> tuple[AttentionPlan, Options]:
-        if meta.replaced_block_mask is None and meta.replaced_mask_mod is None:
+        if meta.is_logical:
             plan = plan_of(meta, *meta.requests(), int(meta.max_query_len), ("block_table", "seq_lens"))
             return plan, self._logical_options(meta, rows.device)
         part = self._physical_part(meta, rows, kv_cache)
@@ -238,7 +238,7 @@ class FlexAttentionImpl:
         return plan_attention(table, lens, starts), part.options
 
     def _part(self, meta: FlexAttentionMetadata, rows: torch.Tensor, kv_cache: torch.Tensor) -> PagedPart:
-        if meta.replaced_block_mask is None and meta.replaced_mask_mod is None:
+        if meta.is_logical:
             return self._logical_part(meta, rows)
         return self._physical_part(meta, rows, kv_cache)
 

@@ -127,6 +127,11 @@ class FlexAttentionMetadata:
         return self._translations[id(function)][1]
 
     @property
+    def is_logical(self) -> bool:
+        """Whether each request attends to its own tokens: no mask of physical indices was replaced."""
+        return self.replaced_block_mask is None and self.replaced_mask_mod is None
+
+    @property
     def replaced_block_mask(self) -> BlockMask | None:
         """A block mask that was not built here."""
         return None if self._block_mask is None or self._block_mask in _built else self._block_mask

@@ -14,7 +14,6 @@ from jaxpaged.backends.gpu_plan import AttentionPlan
 from jaxpaged.backends.gpu_scales import Scales
 from jaxpaged.backends.padded_calls import Options, arguments_of, coarse, fine, score_by_index
 from jaxpaged.bridge.dlpack import refuse_capture, tensor_cache
-from jaxpaged.bridge.head_values import on_device
 from jaxpaged.bridge.torch_call import torch_call
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.buckets import next_bucket
@@ -81,21 +80,19 @@ def attend_generally(
       RuntimeError: a CUDA graph is being captured.
     """
     longest = plan.max_seqlen_q
-    few = longest is not None and longest <= MOST_DECODED
-    settings = {name: getattr(options, name) for name in _STATIC}
+    slopes = options.alibi_slopes
+    if slopes is not None and slopes.ndim == 2:
+        slopes = _padded(slopes, coarse(len(slopes)))
+    arguments = arguments_of(options, slopes, options.sinks)
     attention = _Attention(
-        **settings,
-        max_query_len=next_bucket(max(longest or 1, 1)) if few else None,
+        **{name: arguments.pop(name) for name in _STATIC},
+        max_query_len=None if longest is None or longest > MOST_DECODED else next_bucket(max(longest, 1)),
         batch_invariant=plan.batch_invariant,
     )
-    slopes, sinks = (None if x is None else on_device(x, query.device) for x in (options.alibi_slopes, options.sinks))
-    if slopes is not None and slopes.ndim == 2:
-        slopes = _padded(slopes, coarse(len(slopes)), 0)
-    others = {name: x for name, x in arguments_of(options, slopes, sinks).items() if name not in _STATIC}
     cache = tensor_cache(k_cache, v_cache, k_scale=scales[0], v_scale=scales[1])
-    rows = _padded(query.detach(), fine(len(query)), 0)
+    rows = _padded(query.detach(), fine(len(query)))
     requests = _padded_requests(plan.block_table, plan.seq_lens, plan.query_start_loc)
-    out, lse = torch_call(attention, cache, rows, requests, others, options.physical_score_mod)
+    out, lse = torch_call(attention, cache, rows, requests, arguments, options.physical_score_mod)
     return out[: len(query)], lse[:, : len(query)]
 
 
@@ -108,13 +105,13 @@ def _padded_requests(
     table = block_table.clamp(-1, INT32_MAX).int()  # no block is larger, and -1 is none
     table = torch.nn.functional.pad(table, (0, coarse(columns) - columns, 0, size - num_reqs), value=-1)
     ends = starts[-1:].expand(size - num_reqs)
-    return table, _padded(seq_lens.int(), size, 0), torch.cat([starts, ends]).int()
+    return table, _padded(seq_lens.int(), size), torch.cat([starts, ends]).int()
 
 
-def _padded(x: torch.Tensor, size: int, fill: Any) -> torch.Tensor:
-    """Rows [n, ...] with rows of `fill` after them, up to `size`: a copy, unless they are all, and compact."""
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Rows [n, ...] with rows of 0 after them, up to `size`: a copy, unless they are all, and compact."""
     if len(x) == size and x.is_contiguous():
         return x
-    padded = x.new_full((size, *x.shape[1:]), fill)
+    padded = x.new_zeros((size, *x.shape[1:]))
     padded[: len(x)] = x
     return padded

@@ -15,6 +15,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from jaxpaged.bridge.aten_ops import OPS, as_constant, jax_dtype
+from jaxpaged.bridge.cache_shapes import array_shape
 from jaxpaged.metadata.masks import as_pytree
 
 POSITIONS = (torch.int32,) * 4
@@ -103,20 +104,13 @@ def jax_function(
 
 def _check(function: Any, dtypes: Sequence[torch.dtype]) -> None:
     """Raise unless it can be traced by JAX and makes one element of one."""
-    held, tree = jax.tree.flatten(function) if isinstance(function, TorchFunction) else ([], None)
-    shapes = [jax.ShapeDtypeStruct(tuple(x.shape), _dtype_name(x.dtype)) for x in held]
     arguments = [jax.ShapeDtypeStruct((1,), jax_dtype(dtype)) for dtype in dtypes]
-
-    def call(held: Any, *arguments: Any) -> Any:
-        return (function if tree is None else tree.unflatten(held))(*arguments)
-
-    result = jax.eval_shape(call, shapes, *arguments)
+    if isinstance(function, TorchFunction):  # the tensors that it holds may be a GPU's, which JAX doesn't take
+        result = jax.eval_shape(lambda traced, *args: traced(*args), jax.tree.map(array_shape, function), *arguments)
+    else:
+        result = jax.eval_shape(function, *arguments)
     if result.shape not in ((), (1,)):
         raise ValueError(f"it makes shape {list(result.shape)} of one element")
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _traced(function: Any, dtypes: Sequence[torch.dtype], device: torch.device | str) -> TorchFunction:

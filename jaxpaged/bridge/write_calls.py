@@ -81,7 +81,7 @@ def write_on_gpu(
     Raises:
       TypeError, ValueError: an argument doesn't fit; nothing has been written.
     """
-    how, tensors = _asked(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    how, tensors = _asked((key, value, key_cache, value_cache, slot_mapping), kv_cache_dtype, k_scale, v_scale)
     writer = _last.get(how)
     if writer is None or not writer.alike(*tensors):
         writer = _last[how] = _writer_of(how, tensors, kv_cache_dtype, k_scale, v_scale)
@@ -97,7 +97,7 @@ def write_on_gpu(
 
 def write_launches(*arguments: Any) -> Launches | None:
     """What a call of `write_on_gpu` with these arguments launched just now; None where PyTorch copied rows first."""
-    how, tensors = _asked(*arguments)
+    how, tensors = _asked(arguments[:5], *arguments[5:])
     writer = _writers[how, tensor_names(tensors)]
     if writer.copied:
         return None
@@ -109,17 +109,9 @@ def write_launches(*arguments: Any) -> Launches | None:
 
 
 def _asked(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
+    tensors: tuple[torch.Tensor, ...], kv_cache_dtype: str, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
 ) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    """What is asked for, besides shapes, and the tensors that it takes."""
-    tensors = (key, value, key_cache, value_cache, slot_mapping)
+    """What is asked for, besides shapes, and the tensors that it takes, with the scales that are given."""
     if kv_cache_dtype == "auto" or k_scale is v_scale is None:
         return kv_cache_dtype, tensors
     scales = tuple(x for x in (k_scale, v_scale) if x is not None)
