@@ -8,6 +8,7 @@ whether there are any may be known on the device only, so it runs always then, a
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,6 +56,17 @@ class Blocks:
     @property
     def chunks(self) -> int:
         return pl.cdiv(self.rows, self.chunk_rows)
+
+    def when_rows(self, chunk: Any, move: Callable[[int], None]) -> None:
+        """Call `move` with the number of a chunk's rows, if there is such a chunk.
+
+        The last one's may be fewer, and what moves must end with them: Mosaic copies adjoining rows as plain bytes,
+        which go on in the next block.
+        """
+        whole, rest = divmod(self.rows, self.chunk_rows)
+        pl.when(chunk < whole)(functools.partial(move, self.chunk_rows))
+        if rest:
+            pl.when(chunk == whole)(functools.partial(move, rest))
 
     def view(self, cache: KVCache) -> Any:
         return getattr(cache, self.name).reshape(-1, self.rows, self.columns)
@@ -165,26 +177,28 @@ def _copy_chunk(blocks: list[Blocks], sizes: tuple[int, int, int], refs: dict[st
 
 
 def _load(blocks: list[Blocks], suffix: str, block: Any, num_blocks: int, chunk: Any, refs: dict[str, Any]) -> None:
-    """A block's chunk into shared memory; what lies past the block's end is filled with zeros."""
+    """A block's chunk into shared memory."""
     for b in blocks:
 
-        @pl.when(chunk < b.chunks)
-        def _(b: Blocks = b) -> None:
+        def load(rows: int, b: Blocks = b) -> None:
             for half, smem in enumerate(refs[f"{b.name}_chunks"]):
-                rows = refs[b.name + suffix].at[half * num_blocks + block, pl.ds(chunk * b.chunk_rows, b.chunk_rows)]
-                plgpu.copy_gmem_to_smem(rows, smem, refs[f"{b.name}_barriers"].at[half])
+                source = refs[b.name + suffix].at[half * num_blocks + block, pl.ds(chunk * b.chunk_rows, rows)]
+                plgpu.copy_gmem_to_smem(source, smem.at[pl.ds(0, rows)], refs[f"{b.name}_barriers"].at[half])
+
+        b.when_rows(chunk, load)
 
 
 def _store(blocks: list[Blocks], suffix: str, block: Any, num_blocks: int, chunk: Any, refs: dict[str, Any]) -> None:
-    """The chunk out of shared memory as soon as it has come; what lies past the block's end is left out."""
+    """The chunk out of shared memory as soon as it has come."""
     for b in blocks:
 
-        @pl.when(chunk < b.chunks)
-        def _(b: Blocks = b) -> None:
+        def send(rows: int, b: Blocks = b) -> None:
             for half, smem in enumerate(refs[f"{b.name}_chunks"]):
                 plgpu.barrier_wait(refs[f"{b.name}_barriers"].at[half])
-                rows = refs[b.name + suffix].at[half * num_blocks + block, pl.ds(chunk * b.chunk_rows, b.chunk_rows)]
-                plgpu.copy_smem_to_gmem(smem, rows)
+                target = refs[b.name + suffix].at[half * num_blocks + block, pl.ds(chunk * b.chunk_rows, rows)]
+                plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, rows)], target)
+
+        b.when_rows(chunk, send)
 
 
 def _set_aside(

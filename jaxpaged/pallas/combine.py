@@ -21,7 +21,7 @@ from jaxpaged.pallas.decode_shape import DecodeShape, per_column
 from jaxpaged.pallas.decode_teams import BY_ROW
 from jaxpaged.pallas.matmul import transposed
 from jaxpaged.pallas.mosaic import Interpreter, follow_previous_kernel, kernel, store
-from jaxpaged.pallas.paged_tiles import CHUNK
+from jaxpaged.pallas.paged_tiles import CHUNK, send_rows
 from jaxpaged.pallas.prefill_rows import row_requests
 from jaxpaged.pallas.scores import LN2, normalized, with_sink
 
@@ -117,9 +117,14 @@ def _combine(
     size = (CHUNK, shape.columns)
 
     def send(token: Any, first_head: int, row: int, count: int) -> None:
-        heads = pl.ds(head * shape.group + first_head, count)
-        where = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
-        plgpu.copy_smem_to_gmem(o_s.at[pl.ds(row, count), :], out.at[q_start + token, heads, where])
+        rows, chunk = o_s.at[pl.ds(row, count), :], lax.axis_index("chunk")
+        target = out.at[q_start + token, pl.ds(head * shape.group + first_head, count)]
+        whole, rest = divmod(shape.dims.v_head_size, CHUNK)
+        if whole:
+            pl.when(chunk < whole)(lambda: plgpu.copy_smem_to_gmem(rows, target.at[:, pl.ds(chunk * CHUNK, CHUNK)]))
+        if rest:
+            last = functools.partial(send_rows, rows, lambda columns: target.at[:, columns], whole * CHUNK)
+            pl.when(chunk == whole)(lambda: last(shape.dims.v_head_size))
 
     def clear() -> None:
         zeros = plgpu.layout_cast(jnp.zeros(size, shape.out_dtype), plgpu.Layout.WGMMA)

@@ -66,7 +66,7 @@ from jaxpaged.pallas.paged_tiles import (
     chunk_slice,
     iota,
     load_tiles,
-    padded_slice,
+    send_rows,
     split_views,
     swizzled,
     tile_at,
@@ -597,12 +597,11 @@ def _store(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece,
             store(transposed(memory.o[0].at[:, pl.ds(c * CHUNK, size)]), o.astype(shape.out_dtype))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(memory.by_column.at[LSE], whole_lse)
-        columns = padded_slice(0, shape.padded_v_size, shape.dims.v_head_size)
 
         def send(token: int, first: int, start: int, count: int) -> None:
             rows = memory.o[0].at[pl.ds(start, count), :]
-            heads = pl.ds(head * shape.group + first, count)
-            plgpu.copy_smem_to_gmem(rows, operands.out.at[piece.q_start + token, heads, columns])
+            to_columns = operands.out.at[piece.q_start + token, pl.ds(head * shape.group + first, count)]
+            send_rows(rows, lambda columns: to_columns.at[:, columns], 0, shape.dims.v_head_size)
 
         for run in shape.runs:
             pl.when(run[0] < piece.q_len)(functools.partial(send, *run))

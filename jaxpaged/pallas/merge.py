@@ -172,7 +172,7 @@ def _merge_tile(
     shift = jnp.where(peak == -jnp.inf, 0.0, peak)
     total = lax.fori_loop(0, plan.states, lambda s, total: total + jnp.exp(lse_of(s) - shift), vector(0.0))
     divisor = jnp.where(total > 0, total, 1.0)
-    store(merged_lse, jnp.where(total > 0, shift + jnp.log(divisor), -jnp.inf))
+    _store_lse(plan, jnp.where(total > 0, shift + jnp.log(divisor), -jnp.inf), merged_lse, lse)
 
     def add_state(state: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         stage = lax.rem(state, jnp.int32(plan.stages))
@@ -194,19 +194,26 @@ def _merge_tile(
     plgpu.commit_smem()
     for (start, size), buffer in zip(plan.pieces, merged, strict=True):
         plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(first, plan.rows), head, columns(start, size, first)])
-    _store_lse(plan, merged_lse, lse, head * plan.tokens + first, plan.tokens - first)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _store_lse(plan: MergePlan, merged_lse: Any, lse: Any, place: Any, tokens: Any) -> None:
-    """The lses of a tile by TMA, or one by one where less than a tile is left: behind them are another head's."""
+def _store_lse(plan: MergePlan, tile: Any, merged_lse: Any, lse: Any) -> None:
+    """The lses of a tile, straight from registers: TMA would want them at multiples of 16 bytes.
+
+    Where less than a tile is left, one by one: behind them are another head's.
+    """
+    first = lax.axis_index("tile") * plan.rows
+    place, tokens = lax.axis_index("head") * plan.tokens + first, plan.tokens - first
 
     @pl.when(tokens >= plan.rows)
     def _() -> None:
-        plgpu.copy_smem_to_gmem(merged_lse, lse.at[pl.ds(place, plan.rows)])
+        store(lse.at[pl.ds(place, plan.rows)], tile)
 
     @pl.when(tokens < plan.rows)
     def _() -> None:
+        store(merged_lse, tile)
+        plgpu.commit_smem()
+
         def store_one(row: Any, _: None) -> None:
             lse[place + row] = merged_lse[row]
 

@@ -11,6 +11,15 @@ from jaxpaged.pallas import decode
 from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.mosaic import interpreted
 from jaxpaged.pallas.tuning import gpu_of, tuned_for
+from tests.pallas.plain_copies import PlainCopies, plain_copies
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlainCopies]:
+    """Plain copies of the kernels that a test lowers: none may begin at any address, or go on past a row's end."""
+    with plain_copies(monkeypatch) as copies:
+        yield copies
+    assert copies.faults() == []
 
 
 @pytest.fixture(params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])

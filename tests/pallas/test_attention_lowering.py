@@ -107,6 +107,9 @@ def variants() -> dict[str, Variant]:
     found |= {f"head-size-{n}": MIXED.but(head_size=n) for n in HEAD_SIZES}
     found |= {f"head-size-{n}-unpacked": UNPACKED.but(head_size=n) for n in (40, 64, 192, 256)}
     found |= {f"head-size-{n}-in-parts": MODES["packed-in-parts"].but(head_size=n) for n in (40, 256)}
+    # A single head's rows are copied as plain bytes, which must not go on in the next head.
+    for group in (1, 5):
+        found |= {f"head-size-{n}-group-{group}": DECODE.but(head_size=n, group=group) for n in (40, 80, 112, 160)}
     # Shared memory has room for fewer tiles then, and with twice the rows for none.
     found |= {f"head-size-{n}-decode-8-new": MODES["decode-8-new"].but(head_size=n) for n in (192, 256)}
     found["head-size-256-group-8-decode-8-new"] = MODES["decode-8-new"].but(

@@ -87,7 +87,9 @@ def test_every_variant_lowers_for_cuda(layout, dtype, scales):
                 assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(("block_size", "heads", "head_size"), [(1, 1, 16), (3, 5, 72), (256, 8, 128), (16, 128, 512)])
+@pytest.mark.parametrize(
+    ("block_size", "heads", "head_size"), [(1, 1, 16), (3, 5, 72), (16, 5, 128), (256, 8, 128), (16, 128, 512)]
+)
 def test_every_shape_lowers_for_cuda(block_size, heads, head_size):
     for dtype, scales in DTYPES[:2]:
         make = jax.tree_util.Partial(KVCache.zeros, dtype=dtype, scales=scales)
@@ -133,10 +135,10 @@ def test_copies_from_another_cache(kernels, layout):
     check(swap_blocks(source, cache, jnp.asarray(pairs), implementation="mosaic_gpu"), copied(cache, source, pairs))
 
 
-@pytest.mark.parametrize("config", [CopyTiles(chunk_bytes=64, aside_ctas=2), CopyTiles(chunk_bytes=200, aside_ctas=1)])
+@pytest.mark.parametrize("config", [CopyTiles(chunk_bytes=64, aside_ctas=2), CopyTiles(chunk_bytes=1300, aside_ctas=1)])
 def test_blocks_in_many_chunks(kernels, config):
     """Chunks that don't divide a block, keys and values of different sizes, and more pairs than CTAs."""
-    cache = random("float16", None, blocks=7, v_head_size=40)
+    cache = random("float16", None, blocks=7, block_size=16, num_kv_heads=5, v_head_size=40)
     pairs = np.array([[i, (i + 1) % 7] for i in range(7)], np.int32)
     planned = block_pairs(jnp.asarray(pairs), 7, 7, within=True)
     got = block_copy.copy_blocks(None, cache, planned, interpret=interpreter(), config=config)
