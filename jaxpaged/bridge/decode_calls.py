@@ -15,7 +15,7 @@ from jaxpaged.bridge.plan_calls import Planner
 from jaxpaged.bridge.process import forget_after_fork
 from jaxpaged.metadata.checks import check_shape
 from jaxpaged.pallas.decode_plan import NUM_FIELDS
-from jaxpaged.pallas.decode_shape import DecodeShape
+from jaxpaged.pallas.decode_shape import DecodeShape, columns_length
 
 _MISALIGNED = ALIGNMENT - 1
 _ALIGNED = ("query", "key_cache", "value_cache", "out", "workspace")
@@ -134,24 +134,28 @@ def _decoder_of(how: Any, tensors: tuple[torch.Tensor, ...], optional: _Optional
 
 
 def by_column(x: torch.Tensor, *, num_kv_heads: int, max_query_len: int, name: str = "sinks") -> torch.Tensor:
-    """Values per query head [num_heads] or [num_reqs, num_heads] as [1 or num_reqs, 1, num_heads * max_query_len + 8].
+    """Values per query head [num_heads] or [num_reqs, num_heads] as [1 or num_reqs, 2, columns_length] float32.
 
-    In float32, in the order of the kernel's rows: kv head by kv head, token by token; 8 more so that it may read on.
-    Made once for each layer's sinks or slopes, not in every call.
+    In the order of the kernel's rows: kv head by kv head, token by token; see `decode_shape.per_column`. Made once for
+    each layer's sinks or slopes, not in every call.
     """
     num_heads = x.shape[-1]
     if x.ndim not in (1, 2) or num_heads % num_kv_heads:
         raise ValueError(f"{name}: expected a multiple of {num_kv_heads} heads, [num_reqs,] num_heads, got {x.shape}")
     group = num_heads // num_kv_heads
-    rows = x.float().reshape(-1, num_kv_heads, group).tile(max_query_len)
-    return torch.nn.functional.pad(rows.reshape(len(rows), 1, -1), (0, 8)).contiguous()
+    rows = x.float().reshape(-1, num_kv_heads, group).tile(max_query_len).flatten(1)
+    more = columns_length(rows.shape[1]) - rows.shape[1]
+    return torch.stack([torch.nn.functional.pad(rows[:, i:], (0, more + i)) for i in range(2)], dim=1)
 
 
-def by_query_head(x: torch.Tensor | None, *, num_kv_heads: int, max_query_len: int) -> torch.Tensor | None:
+def by_query_head(
+    x: torch.Tensor | None, *, num_heads: int, num_kv_heads: int, max_query_len: int
+) -> torch.Tensor | None:
     """What `by_column` was made of, [1 or num_reqs, num_heads]; None of None."""
     if x is None:
         return None
-    return x[:, 0, :-8].reshape(len(x), num_kv_heads, max_query_len, -1)[:, :, 0].reshape(len(x), -1)
+    rows = x[:, 0, : num_heads * max_query_len].reshape(len(x), num_kv_heads, max_query_len, -1)
+    return rows[:, :, 0].reshape(len(x), -1)
 
 
 def warm_up_decode(
@@ -263,7 +267,7 @@ def _check_written(query: torch.Tensor, v_head_size: int, out: torch.Tensor, lse
 
 def columns_shape(shape: DecodeShape) -> tuple[int, int]:
     """The last two axes of what `by_column` makes."""
-    return 1, shape.head_groups * shape.rows + 8
+    return 2, columns_length(shape.head_groups * shape.rows)
 
 
 def _check_columns(shape: DecodeShape, num_reqs: int, **tensors: torch.Tensor | None) -> None:

@@ -33,7 +33,7 @@ def merge_on_gpu(
     if 0 in out.shape:
         return
     check_one_device(out, **{f"outputs[{i}]": x for i, x in enumerate(outputs)}, out_lse=out_lse)
-    size = max(next_bucket(num_tokens), merge.fewest_tokens(width, array_shape(out).dtype))
+    size = max(next_bucket(num_tokens), merge.tile_tokens(width, array_shape(out).dtype))  # whole tiles
     states = out.new_empty((len(outputs), size, num_heads, width))
     state_lses = out.new_empty((len(outputs), num_heads, size), dtype=torch.float32)
     launch = _merger(states)

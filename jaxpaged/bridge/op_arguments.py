@@ -47,7 +47,8 @@ class Arguments(SimpleNamespace):
     @property
     def by_query_head(self) -> tuple[Any, Any]:
         """Decode's slopes [1 or num_reqs, num_heads] and sinks [1, num_heads], or None."""
-        kind = {"num_kv_heads": self.key_cache.shape[2], "max_query_len": self.max_query_len}
+        kind = {"num_heads": self.out.shape[1], "num_kv_heads": self.key_cache.shape[2]}
+        kind["max_query_len"] = self.max_query_len
         return by_query_head(self.slopes, **kind), by_query_head(self.sinks, **kind)
 
 

@@ -27,7 +27,14 @@ from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas import decode_plan as field
 from jaxpaged.pallas import decode_teams
 from jaxpaged.pallas.decode_plan import DecodePlan
-from jaxpaged.pallas.decode_shape import DecodeShape, divided, per_column, reduction_bytes, workspace_types
+from jaxpaged.pallas.decode_shape import (
+    DecodeShape,
+    column_place,
+    divided,
+    per_column,
+    reduction_bytes,
+    workspace_types,
+)
 from jaxpaged.pallas.decode_teams import (
     BY_ROW,
     REGISTERS,
@@ -214,8 +221,8 @@ def decode(
 
 def columns_of(values: Any, request: Any, shape: DecodeShape) -> Any:
     """Those of a CTA's rows among `per_column` values; past its last row anything."""
-    own = pl.ds(lax.axis_index("head") * shape.rows, shape.columns)
-    return plgpu.load(values.at[request, 0, own], layout=BY_ROW, optimized=False)
+    which, start = column_place(lax.axis_index("head"), shape)
+    return plgpu.load(values.at[request, which, pl.ds(start, shape.columns)], layout=BY_ROW, optimized=False)
 
 
 def _allocate(

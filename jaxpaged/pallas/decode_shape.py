@@ -143,10 +143,26 @@ def workspace_types(shape: DecodeShape, num_reqs: int) -> tuple[Any, Any, Any]:
 
 
 def per_column(x: Any, shape: DecodeShape) -> Any:
-    """Values per query head [.., num_heads] as [.., 1, rows of all heads and 8] float32; as they are where they have
-    three axes already."""
+    """Values per query head [.., num_heads] as [.., 2, columns_length] float32; as they are where they have three axes.
+
+    They are rows of all heads; and again from the second row on, since registers load pairs of numbers, at multiples
+    of 8 bytes, and a CTA's first row may be an odd one.
+    """
     if x is None or x.ndim == 3:
         return x
     by_kv_head = x.astype(jnp.float32).reshape(-1, shape.dims.num_kv_heads, shape.group // shape.heads)
-    rows = jnp.tile(by_kv_head, shape.max_query_len).reshape(len(by_kv_head), 1, -1)
-    return jnp.pad(rows, [(0, 0), (0, 0), (0, 8)])
+    rows = jnp.tile(by_kv_head, shape.max_query_len).reshape(len(by_kv_head), -1)
+    more = columns_length(rows.shape[1]) - rows.shape[1]
+    return jnp.stack([jnp.pad(rows[:, i:], [(0, 0), (0, more + i)]) for i in range(2)], axis=1)
+
+
+def columns_length(rows: int) -> int:
+    """Of the last axis of `per_column`: eight more than there are rows, so that a CTA may read on, and even."""
+    return rows + rows % 2 + 8
+
+
+def column_place(head: Any, shape: DecodeShape) -> tuple[Any, Any]:
+    """Where a CTA's rows begin in the last two axes of `per_column`."""
+    start = head * shape.rows
+    odd = lax.rem(start, jnp.int32(2)) if shape.rows % 2 else 0
+    return odd, start - odd

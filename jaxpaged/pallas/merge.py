@@ -50,11 +50,16 @@ class MergePlan:
     def of(cls, outputs: Any, config: MergeTiles) -> "MergePlan":
         states, tokens, heads, width = outputs.shape
         dtype = jnp.dtype(outputs.dtype)
-        rows = fewest_tokens(width, dtype, config)
+        rows = tile_tokens(width, dtype, config)
         plan = cls(states, tokens, heads, width, dtype, rows, min(config.stages, states))
         while plan.stages > 1 and plan.smem_bytes > SMEM_BYTES:
             plan = dataclasses.replace(plan, stages=plan.stages - 1)
         return plan
+
+    @property
+    def tiles(self) -> int:
+        """Of each head."""
+        return pl.cdiv(self.tokens, self.rows)
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -88,8 +93,8 @@ def refusal(outputs: Any) -> str | None:
     return None
 
 
-def fewest_tokens(width: int, dtype: Any, config: MergeTiles | None = None) -> int:
-    """Tokens of a tile, which states that have fewer are padded to."""
+def tile_tokens(width: int, dtype: Any, config: MergeTiles | None = None) -> int:
+    """Tokens of a tile."""
     return max((config or MergeTiles()).rows, rows_step(pieces(width)[0][1], jnp.dtype(dtype).itemsize))
 
 
@@ -100,12 +105,11 @@ def merge_attention_states(
     plan = MergePlan.of(outputs, config or MergeTiles())
     if 0 in (plan.tokens, plan.heads, plan.width):
         return jnp.zeros(outputs.shape[1:], plan.dtype), jnp.full(lses.shape[1:], -jnp.inf, jnp.float32)
-    if plan.tokens < plan.rows:
-        # TMA ended in an illegal instruction on an H200 where a tile was larger than the array, of one token.
-        more = (0, plan.rows - plan.tokens)
-        padded = jnp.pad(outputs, ((0, 0), more, (0, 0), (0, 0))), jnp.pad(lses, ((0, 0), (0, 0), more))
-        out, lse = merge_attention_states(*padded, interpret=interpret, config=config)
-        return out[: plan.tokens], lse[:, : plan.tokens]
+    # Each head's lses fill whole tiles: a TMA along one axis must begin at a multiple of 16 bytes, else an H200 stops
+    # with an illegal instruction.
+    padded = plan.tiles * plan.rows
+    if padded > plan.tokens:
+        lses = jnp.pad(lses, ((0, 0), (0, 0), (0, padded - plan.tokens)), constant_values=-jnp.inf)
 
     def merge_states(*refs: Any, **scratch: Any) -> None:
         _merge_tile(plan, *refs, **scratch)
@@ -114,14 +118,14 @@ def merge_attention_states(
         merge_states,
         out_type=[
             jax.ShapeDtypeStruct(outputs.shape[1:], plan.dtype),
-            jax.ShapeDtypeStruct((plan.heads * plan.tokens,), jnp.float32),
+            jax.ShapeDtypeStruct((plan.heads * padded,), jnp.float32),
         ],
-        grid=(plan.heads, pl.cdiv(plan.tokens, plan.rows)),
+        grid=(plan.heads, plan.tiles),
         grid_names=("head", "tile"),
         scratch_types=plan.scratch(),
         interpret=interpret,
     )(outputs, lses.reshape(-1))
-    return out, lse.reshape(lses.shape[1:])
+    return out, lse.reshape(plan.heads, padded)[:, : plan.tokens]
 
 
 def _merge_tile(
@@ -139,7 +143,8 @@ def _merge_tile(
     merged_lse: Any,
 ) -> None:
     """The kernel: lses and the first states' rows are fetched, shares are computed, and rows are added as they come."""
-    head, first = lax.axis_index("head"), lax.axis_index("tile") * plan.rows
+    head, tile = lax.axis_index("head"), lax.axis_index("tile")
+    first = tile * plan.rows
     layout = rows_layout(plan.pieces[0][1], plan.dtype.itemsize)
 
     def fetch(state: Any) -> None:
@@ -153,10 +158,11 @@ def _merge_tile(
         plgpu.commit_smem()  # all threads have read the stage
         fetch(state)
 
-    # Past the last token these are another head's lses, or zeros: their rows are computed and not stored.
+    def lses_of(head: Any) -> Any:
+        return pl.ds((head * plan.tiles + tile) * plan.rows, plan.rows)
+
     for state in range(plan.states):
-        place = pl.ds((state * plan.heads + head) * plan.tokens + first, plan.rows)
-        plgpu.copy_gmem_to_smem(lses.at[place], state_lses.at[state], lses_arrived)
+        plgpu.copy_gmem_to_smem(lses.at[lses_of(state * plan.heads + head)], state_lses.at[state], lses_arrived)
     for state in range(plan.stages):
         fetch(jnp.int32(state))
     plgpu.barrier_wait(lses_arrived)
@@ -172,7 +178,7 @@ def _merge_tile(
     shift = jnp.where(peak == -jnp.inf, 0.0, peak)
     total = lax.fori_loop(0, plan.states, lambda s, total: total + jnp.exp(lse_of(s) - shift), vector(0.0))
     divisor = jnp.where(total > 0, total, 1.0)
-    _store_lse(plan, jnp.where(total > 0, shift + jnp.log(divisor), -jnp.inf), merged_lse, lse)
+    store(merged_lse, jnp.where(total > 0, shift + jnp.log(divisor), -jnp.inf))
 
     def add_state(state: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         stage = lax.rem(state, jnp.int32(plan.stages))
@@ -194,27 +200,5 @@ def _merge_tile(
     plgpu.commit_smem()
     for (start, size), buffer in zip(plan.pieces, merged, strict=True):
         plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(first, plan.rows), head, columns(start, size, first)])
+    plgpu.copy_smem_to_gmem(merged_lse, lse.at[lses_of(head)])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _store_lse(plan: MergePlan, tile: Any, merged_lse: Any, lse: Any) -> None:
-    """The lses of a tile, straight from registers: TMA would want them at multiples of 16 bytes.
-
-    Where less than a tile is left, one by one: behind them are another head's.
-    """
-    first = lax.axis_index("tile") * plan.rows
-    place, tokens = lax.axis_index("head") * plan.tokens + first, plan.tokens - first
-
-    @pl.when(tokens >= plan.rows)
-    def _() -> None:
-        store(lse.at[pl.ds(place, plan.rows)], tile)
-
-    @pl.when(tokens < plan.rows)
-    def _() -> None:
-        store(merged_lse, tile)
-        plgpu.commit_smem()
-
-        def store_one(row: Any, _: None) -> None:
-            lse[place + row] = merged_lse[row]
-
-        lax.fori_loop(0, tokens, store_one, None)

@@ -24,7 +24,7 @@ from jaxpaged.bridge.plan_calls import plan_on_gpu
 from jaxpaged.bridge.write_calls import pieces, warm_up_writes, write_on_gpu
 from jaxpaged.pallas.block_pairs import BlockPairs
 from jaxpaged.pallas.block_pairs import block_pairs as numpy_pairs
-from jaxpaged.pallas.decode_shape import per_column
+from jaxpaged.pallas.decode_shape import column_place, per_column
 from jaxpaged.pallas.mosaic import kernel
 
 STREAM = 77
@@ -419,18 +419,29 @@ def test_numbers_of_new_tokens_share_programs(recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("max_query_len", [1, 3])
-def test_by_column_is_what_the_kernels_make_of_it(max_query_len: int) -> None:
+@pytest.mark.parametrize("num_kv_heads", [1, 3])
+@pytest.mark.parametrize("group", [1, 4, 5])
+def test_by_column_is_what_the_kernels_make_of_it(group: int, num_kv_heads: int, max_query_len: int) -> None:
     class Shape:
-        group, heads = 4, 1
-        dims = type("Dims", (), {"num_kv_heads": 2})
+        heads, dims = 1, type("Dims", (), {"num_kv_heads": num_kv_heads})
 
-    Shape.max_query_len = max_query_len
-    for x in (torch.arange(8.0), torch.arange(24.0).reshape(3, 8)):
-        ours = by_column(x, num_kv_heads=2, max_query_len=max_query_len)
+    Shape.group, Shape.max_query_len, Shape.rows = group, max_query_len, group * max_query_len
+    kind = {"num_kv_heads": num_kv_heads, "max_query_len": max_query_len}
+    n = group * num_kv_heads
+    for x in (torch.arange(1.0 * n), torch.arange(3.0 * n).reshape(3, n)):
+        ours = by_column(x, **kind)
         expected = per_column(jnp.asarray(x.numpy()), Shape)
         assert ours.numpy().tolist() == expected.tolist()
         assert per_column(expected, Shape) is expected
-        assert torch.equal(by_query_head(ours, num_kv_heads=2, max_query_len=max_query_len), x.reshape(-1, 8))
+        assert torch.equal(by_query_head(ours, num_heads=n, **kind), x.reshape(-1, n))
+        flat = ours[0].flatten().tolist()
+        for head in range(num_kv_heads):
+            which, start = map(int, column_place(head, Shape))
+            place = which * ours.shape[2] + start
+            assert place % 2 == 0  # registers load pairs
+            members = list(range(head * group, (head + 1) * group))
+            assert flat[place : place + Shape.rows] == members * max_query_len
+            assert which * ours.shape[2] <= place <= (which + 1) * ours.shape[2] - -(-Shape.rows // 8) * 8
 
 
 @pytest.mark.parametrize("within", [True, False])

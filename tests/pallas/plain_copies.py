@@ -1,14 +1,15 @@
-"""Faults of copies that Mosaic makes as plain bytes, found while kernels are lowered; no interpreter shows them.
+"""Faults of copies by TMA that no interpreter shows, found while kernels are lowered.
 
 Where what is stored lies side by side in global memory Mosaic takes a plain bulk copy instead of a tensor's: it must
-begin at a multiple of 16 bytes (else the GPU stops with an illegal instruction), and it ends with the whole array only,
-not with a row: the next row is overwritten. Seen in jax 0.11.2 and 0.12.
+begin at a multiple of 16 bytes, and it ends with the whole array only, not with a row: the next row is overwritten. A
+tensor of one axis must begin so, too; else an H200 stops with an illegal instruction. Seen in jax 0.11.2 and 0.12.
 """
 
 import dataclasses
+import functools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +17,8 @@ import pytest
 from jax.experimental.mosaic.gpu import launch_context, utils
 
 ALIGNMENT = 16
-PLAIN_STORE = "cp.async.bulk.global.shared::cta"
+PLAIN_STORE, ONE_AXIS = "cp.async.bulk.global.shared::cta", "cp.async.bulk.tensor.1d."
+ONE_AXIS_BEFORE_0_12 = ("cp_async_bulk_tensor_shared_cluster_global", "cp_async_bulk_tensor_global_shared_cta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,20 +82,34 @@ class PlainCopies:
         return found
 
 
+class Watched:
+    """A module of MLIR's operations, of which some functions are replaced."""
+
+    def __init__(self, module: Any, **replaced: Callable[..., Any]) -> None:
+        self.__dict__ |= replaced
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 @contextmanager
 def plain_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlainCopies]:
-    """The plain copies of kernels that are lowered within it."""
-    copies, llvm = PlainCopies(), launch_context.llvm
+    """The plain copies, and those of tensors of one axis, of kernels that are lowered within it."""
+    copies, llvm, nvvm = PlainCopies(), launch_context.llvm, launch_context.nvvm
 
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(llvm, name)
+    def inline_asm(result: Any, operands: Any, text: str, *args: Any, **how: Any) -> Any:
+        if PLAIN_STORE in text or ONE_AXIS in text:
+            copies.add(sys._getframe(1).f_locals)
+        return llvm.inline_asm(result, operands, text, *args, **how)
 
-        def inline_asm(self, result: Any, operands: Any, text: str, *args: Any, **how: Any) -> Any:
-            if PLAIN_STORE in text:
-                copies.add(sys._getframe(1).f_locals)
-            return llvm.inline_asm(result, operands, text, *args, **how)
+    def copy(name: str, target: Any, source: Any, indices: Any, *args: Any, **how: Any) -> Any:
+        if len(indices) == 1:
+            copies.add(sys._getframe(1).f_locals)
+        return getattr(nvvm, name)(target, source, indices, *args, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(launch_context, "llvm", Watched())
+        patch.setattr(launch_context, "llvm", Watched(llvm, inline_asm=inline_asm))
+        tensors = {name: functools.partial(copy, name) for name in ONE_AXIS_BEFORE_0_12}
+        patch.setattr(launch_context, "nvvm", Watched(nvvm, **tensors))
         yield copies

@@ -13,6 +13,26 @@ from jaxpaged.pallas.mosaic import kernel
 from tests.pallas.plain_copies import PlainCopies
 
 
+def lower_load(start: Any) -> None:
+    """Lower a kernel that loads eight numbers from `start` of the index of its CTA on."""
+
+    def fetch(given: Any, out: Any, tile: Any, arrived: Any) -> None:
+        plgpu.copy_gmem_to_smem(given.at[pl.ds(start(lax.axis_index("cta")), 8)], tile, arrived)
+        plgpu.barrier_wait(arrived)
+        plgpu.copy_smem_to_gmem(tile, out)
+        plgpu.wait_smem_to_gmem(0)
+
+    fetched = kernel(
+        fetch,
+        out_type=jax.ShapeDtypeStruct((8,), jnp.float32),
+        scratch_types={"tile": plgpu.SMEM((8,), jnp.float32), "arrived": plgpu.Barrier()},
+        grid=(4,),
+        grid_names=("cta",),
+        interpret=None,
+    )
+    jax.jit(fetched).trace(jax.ShapeDtypeStruct((64,), jnp.float32)).lower(lowering_platforms=("cuda",))
+
+
 def lower(shape: tuple[int, ...], size: tuple[int, ...], starts: Any) -> None:
     """Lower a kernel that stores `size` numbers to an array of `shape`, from `starts` of the index of its CTA on."""
 
@@ -51,3 +71,11 @@ def test_faults_are_found(
     faults = copies.faults()
     copies.found.clear()  # the fixture must not find them, too
     assert faults == [] if fault is None else any(fault in x for x in faults)
+
+
+@pytest.mark.parametrize(("step", "fault"), [(8, False), (7, True)])
+def test_loads_that_may_begin_anywhere_are_found(copies: PlainCopies, step: int, fault: bool) -> None:
+    lower_load(lambda i: i * step)
+    assert [copy.shape for copy in copies.found] == [(64,), (8,)]
+    assert [x.startswith("misaligned") for x in copies.faults()] == [True] * fault
+    copies.found.clear()
