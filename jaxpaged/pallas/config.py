@@ -92,8 +92,8 @@ def decode_config(
 
 def _heads_of_a_tile(cache: KVCache, rows: int, wanted: int) -> int:
     """As many kv heads as are wanted, or fewer, that share a tile, of `rows` rows each."""
-    if any(scale is not None and scale.size > 1 for scale in (cache.k_scale, cache.v_scale)):
-        return 1  # a CTA has one scale, or those of one head
+    if any(scale is not None and scale.ndim == 1 for scale in (cache.k_scale, cache.v_scale)):
+        return 1  # of scales per head a CTA has one
     return next(
         n
         for n in (8, 4, 2, 1)

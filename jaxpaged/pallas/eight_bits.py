@@ -21,7 +21,7 @@ from jaxpaged.pallas.fragments import (
     as_permuted,
     by_16_bytes,
     by_four,
-    column,
+    columns_in_turn,
     reduced,
 )
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
@@ -200,6 +200,8 @@ def _widened(
 def row_scales(
     shape: "DecodeShape", scales: Any, slot: Any, size: tuple[int, ...], interpret: Interpreter | None
 ) -> Any:
-    """The scale of each position of a tile for this CTA's kv head, along the first axis of an array."""
-    by_position = column(scales.at[slot], shape.dims.num_kv_heads, lax.axis_index("head"), interpret)
-    return lax.broadcast_in_dim(by_position, size, [0])
+    """The scale of each row of a tile, position by position for each of this CTA's kv heads, along the first axis of an
+    array."""
+    first = lax.axis_index("head") * shape.heads
+    by_row = columns_in_turn(scales.at[slot], shape.dims.num_kv_heads, first, shape.heads, interpret)
+    return lax.broadcast_in_dim(by_row, size, [0])

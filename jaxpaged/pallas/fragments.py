@@ -149,26 +149,29 @@ BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 """How one number for each row of wgmma's result lies in registers."""
 
 
-def column(ref: Any, width: int, index: Any, interpret: Interpreter | None) -> Any:
-    """Column `index` of a matrix [n * ROWS, width], numbers of 32 bits in shared memory, in `BY_ROW`.
+def columns_in_turn(ref: Any, width: int, first: Any, count: int, interpret: Interpreter | None) -> Any:
+    """Columns `first` to `first + count` of a matrix, one after the other, numbers of 32 bits in `BY_ROW`.
 
     Args:
-      ref: the matrix in row-major order, in two axes of any size.
+      ref: the matrix [n * ROWS / count, width] in shared memory, in row-major order, in two axes of any size.
     """
     if interpret is not None:
-        return ref[...].reshape(-1, width)[:, index]
+        matrix = ref[...].reshape(-1, width)
+        return jnp.concatenate([matrix[:, first + i] for i in range(count)])
 
-    def gather(_: Any, ref: Any, index: Any) -> Any:
-        layout = mgpu.WGMMA_ROW_LAYOUT
-        matrix = mgpu.memref_reshape(ref, (*rows, width))
+    def gather(_: Any, ref: Any, first: Any) -> Any:
+        layout, index = mgpu.WGMMA_ROW_LAYOUT, ir.IndexType.get()
+        height = mgpu.c(rows[0] // count, index)
+        matrix = mgpu.memref_reshape(ref, (rows[0] // count, width))
         registers = np.empty(layout.registers_shape(rows), dtype=object)
-        where = arith.index_cast(ir.IndexType.get(), index.registers.item())
+        start = arith.index_cast(index, first.registers.item())
         for at, (row,) in zip(np.ndindex(registers.shape), layout.thread_idxs(rows), strict=True):
-            number = memref.load(matrix, [row, where])
+            where = arith.addi(start, arith.divui(row, height))
+            number = memref.load(matrix, [arith.remui(row, height), where])
             registers[at] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    rows = (ref.shape[0] * ref.shape[1] // width,)
+    rows = (ref.shape[0] * ref.shape[1] // width * count,)
     result = plgpu.ShapeDtypeStruct(rows, ref.dtype, layout=BY_ROW)
     arguments = (plgpu.RefType(), plgpu.Layout.WG_SPLAT)
-    return plgpu.inline_mgpu(arg_types=arguments, return_type=result)(gather)(ref, index)
+    return plgpu.inline_mgpu(arg_types=arguments, return_type=result)(gather)(ref, first)

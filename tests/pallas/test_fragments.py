@@ -18,7 +18,7 @@ from jaxpaged.pallas.fragments import (
     as_permuted,
     by_16_bytes,
     by_four,
-    column,
+    columns_in_turn,
     divide,
     permuted_columns,
 )
@@ -136,22 +136,33 @@ def test_division_rounds_to_nearest(kernels):
     np.testing.assert_array_equal(np.asarray(got), x / y)
 
 
-@pytest.mark.parametrize(("rows", "index", "columns"), [(ROWS, 0, 8), (2 * ROWS, 5, 128), (ROWS, 2, 4)])
-def test_column(kernels, rows, index, columns):
+@pytest.mark.parametrize(
+    ("rows", "first", "count", "columns"),
+    [
+        (ROWS, 0, 1, 8),
+        (2 * ROWS, 5, 1, 128),
+        (ROWS, 2, 1, 4),
+        (ROWS, 2, 2, 64),
+        (ROWS, 0, 8, 32),
+        (2 * ROWS, 4, 4, 128),
+    ],
+)
+def test_columns_in_turn(kernels, rows, first, count, columns):
     """Of a matrix 8 wide that lies in rows of any length."""
     interpret = interpreter()
-    x = np.random.default_rng(0).standard_normal((rows, 8)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((rows // count, 8)).astype(np.float32)
 
     def body(out, x_ref):
-        which = lax.axis_index("cta") + index
-        along_rows = lax.broadcast_in_dim(column(x_ref, 8, which, interpret), x.shape, [0])
+        start = lax.axis_index("cta") + first
+        along_rows = lax.broadcast_in_dim(columns_in_turn(x_ref, 8, start, count, interpret), (rows, 8), [0])
         out[...] = plgpu.layout_cast(along_rows, plgpu.Layout.WGMMA)
 
     assert plgpu.Layout.WGMMA.reduce(1) == BY_ROW
-    out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    out = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
     lies = x.reshape(-1, columns)
     got = in_kernel(body, out, lies, smem=[plgpu.SMEM(lies.shape, jnp.float32)])
-    np.testing.assert_array_equal(np.asarray(got), np.broadcast_to(x[:, index : index + 1], x.shape))
+    expected = x[:, first : first + count].T.reshape(-1, 1)
+    np.testing.assert_array_equal(np.asarray(got), np.broadcast_to(expected, (rows, 8)))
 
 
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
