@@ -3,13 +3,15 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import pytest
 
-from jaxpaged.pallas import decode
+from jaxpaged.pallas import decode, prefill
 from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.mosaic import interpreted
+from jaxpaged.pallas.prefill import PrefillShape
 from jaxpaged.pallas.tuning import gpu_of, tuned_for
 from tests.pallas.plain_copies import PlainCopies, plain_copies
 
@@ -43,10 +45,19 @@ def set_multiprocessors() -> Iterator[Callable[[int], None]]:
         yield lambda num_sms: stack.enter_context(tuned_for(dataclasses.replace(gpu_of(), num_sms=num_sms)))
 
 
+def traced_shapes(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[Any]:
+    """The shapes of a module's kernels that are traced from now on."""
+    shapes: list[Any] = []
+    allocate = module._allocate
+    monkeypatch.setattr(module, "_allocate", lambda shape, *args: [shapes.append(shape), allocate(shape, *args)][1])
+    return shapes
+
+
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[DecodeShape]:
-    """The shapes of the decode kernels that are traced from now on."""
-    shapes: list[DecodeShape] = []
-    allocate = decode._allocate
-    monkeypatch.setattr(decode, "_allocate", lambda shape, *args: [shapes.append(shape), allocate(shape, *args)][1])
-    return shapes
+    return traced_shapes(monkeypatch, decode)
+
+
+@pytest.fixture
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[PrefillShape]:
+    return traced_shapes(monkeypatch, prefill)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxpaged import KVCache, PagedBatch, paged_attention
-from jaxpaged.pallas import attention, prefill
+from jaxpaged.pallas import attention
+from jaxpaged.pallas.prefill import PrefillShape
 from jaxpaged.pallas.tuning import gpu_of, tuned_for
 from jaxpaged.testing.cases import Case
 from jaxpaged.testing.doors import DOORS
@@ -40,30 +41,21 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def widened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Shapes of the prefill kernels that a test has made."""
-    shapes: list[Any] = []
-    allocate = prefill._allocate
-    monkeypatch.setattr(prefill, "_allocate", lambda shape, *args: [shapes.append(shape), allocate(shape, *args)][1])
-    return shapes
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_results_are_the_definitions(kernels: None, widened: list[Any], case: Case) -> None:
+def test_results_are_the_definitions(kernels: None, prefilled: list[PrefillShape], case: Case) -> None:
     with tuned_for(ONE):
         result = compare(case, "kernels", DOORS["kernels"])
     assert result.skipped is None
     assert result.ok, result
-    assert {shape.cache_dtype for shape in widened} == {jnp.dtype(case.cache_dtype)}
+    assert {shape.cache_dtype for shape in prefilled} == {jnp.dtype(case.cache_dtype)}
 
 
-def test_tiles_that_are_split(kernels: None, widened: list[Any]) -> None:
+def test_tiles_that_are_split(kernels: None, prefilled: list[PrefillShape]) -> None:
     with tuned_for(dataclasses.replace(ONE, num_sms=4)):
         case = Case("parts", (30,), (900,), cache_dtype="int8", scales="head", **HEADS | {"num_kv_heads": 1})
         result = compare(case, "kernels", DOORS["kernels"])
     assert result.ok, result
-    assert [shape.in_parts for shape in widened] == [True]
+    assert [shape.in_parts for shape in prefilled] == [True]
 
 
 @pytest.mark.parametrize(("k_scale", "v_scale"), [(-0.02, 0.5), (0.02, -0.5), (0.0, 1.0)])
