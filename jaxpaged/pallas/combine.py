@@ -123,8 +123,7 @@ def _combine(
         if whole:
             pl.when(chunk < whole)(lambda: plgpu.copy_smem_to_gmem(rows, target.at[:, pl.ds(chunk * CHUNK, CHUNK)]))
         if rest:
-            last = functools.partial(send_rows, rows, lambda columns: target.at[:, columns], whole * CHUNK)
-            pl.when(chunk == whole)(lambda: last(shape.dims.v_head_size))
+            pl.when(chunk == whole)(lambda: send_rows(rows, target, whole * CHUNK, shape.dims.v_head_size))
 
     def clear() -> None:
         zeros = plgpu.layout_cast(jnp.zeros(size, shape.out_dtype), plgpu.Layout.WGMMA)

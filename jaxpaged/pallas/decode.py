@@ -607,8 +607,8 @@ def _store(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece,
 
         def send(token: int, first: int, start: int, count: int) -> None:
             rows = memory.o[0].at[pl.ds(start, count), :]
-            to_columns = operands.out.at[piece.q_start + token, pl.ds(head * shape.group + first, count)]
-            send_rows(rows, lambda columns: to_columns.at[:, columns], 0, shape.dims.v_head_size)
+            target = operands.out.at[piece.q_start + token, pl.ds(head * shape.group + first, count)]
+            send_rows(rows, target, 0, shape.dims.v_head_size)
 
         for run in shape.runs:
             pl.when(run[0] < piece.q_len)(functools.partial(send, *run))

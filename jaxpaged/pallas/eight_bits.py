@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.metadata.kv_cache import FLOAT8_DTYPES, KVCache
+from jaxpaged.pallas.decode_teams import BY_ROW
 from jaxpaged.pallas.fragments import (
     as_operand,
     as_permuted,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 UNIT = 1
 """The row of `Memory.by_column` for the units of queries."""
-BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 EXPONENT = 0x7F800000
 """The bits of a float32 that say between which powers of two it lies."""
 
@@ -125,7 +125,7 @@ def widen_queries(
     scale = None if operands.k_scale is None else scale_of_head(operands.k_scale)
     if not scaled:
         return scale
-    units = plgpu.load(memory.by_column.at[UNIT], layout=BY_COLUMN, optimized=False)
+    units = plgpu.load(memory.by_column.at[UNIT], layout=BY_ROW, optimized=False)
     return units if scale is None else units * scale
 
 

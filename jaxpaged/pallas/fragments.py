@@ -161,17 +161,17 @@ def columns_in_turn(ref: Any, width: int, first: Any, count: int, interpret: Int
 
     def gather(_: Any, ref: Any, first: Any) -> Any:
         layout, index = mgpu.WGMMA_ROW_LAYOUT, ir.IndexType.get()
-        height = mgpu.c(rows[0] // count, index)
-        matrix = mgpu.memref_reshape(ref, (rows[0] // count, width))
+        matrix, by = mgpu.memref_reshape(ref, (height, width)), mgpu.c(height, index)
         registers = np.empty(layout.registers_shape(rows), dtype=object)
         start = arith.index_cast(index, first.registers.item())
         for at, (row,) in zip(np.ndindex(registers.shape), layout.thread_idxs(rows), strict=True):
-            where = arith.addi(start, arith.divui(row, height))
-            number = memref.load(matrix, [arith.remui(row, height), where])
+            where = arith.addi(start, arith.divui(row, by))
+            number = memref.load(matrix, [arith.remui(row, by), where])
             registers[at] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    rows = (ref.shape[0] * ref.shape[1] // width * count,)
+    height = ref.shape[0] * ref.shape[1] // width
+    rows = (height * count,)
     result = plgpu.ShapeDtypeStruct(rows, ref.dtype, layout=BY_ROW)
     arguments = (plgpu.RefType(), plgpu.Layout.WG_SPLAT)
     return plgpu.inline_mgpu(arg_types=arguments, return_type=result)(gather)(ref, first)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -75,18 +75,18 @@ def padded_slice(start: int, size: int, head_size: int) -> Any:
     return pl.ds(start + lax.div(lax.axis_index("wg"), jnp.int32(2**20)), size)
 
 
-def send_rows(rows: Any, to_columns: Callable[[Any], Any], start: int, head_size: int) -> None:
+def send_rows(rows: Any, target: Any, start: int, head_size: int) -> None:
     """Start copying rows of a tile in shared memory to a head's columns from `start` on, to the head's end at most.
 
     Mosaic copies a single row as plain bytes, which TMA does not end with the head: then fewer of them are sent.
 
     Args:
       rows: a ref [rows, columns], which lie side by side.
-      to_columns: gives a ref in global memory, of as many rows, for a slice of columns.
+      target: a ref [rows, head_size] in global memory.
     """
     count, size = rows.shape
     width = min(size, head_size - start) if count == 1 else size
-    plgpu.copy_smem_to_gmem(rows.at[:, pl.ds(0, width)], to_columns(padded_slice(start, width, head_size)))
+    plgpu.copy_smem_to_gmem(rows.at[:, pl.ds(0, width)], target.at[:, padded_slice(start, width, head_size)])
 
 
 def chunk_slice(c: int, head_size: int, columns: int = CHUNK) -> Any:
