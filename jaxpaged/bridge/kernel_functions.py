@@ -12,7 +12,6 @@ import jax
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas import block_copy, cache_write
-from jaxpaged.pallas import combine as combining
 from jaxpaged.pallas import decode as decoding
 from jaxpaged.pallas import merge as merging
 from jaxpaged.pallas import prefill as prefilling
@@ -87,8 +86,7 @@ def decode(
     options = dataclasses.replace(options, alibi_slopes=slopes, sinks=sinks)
     written = jax.new_ref(out)
     lses = None if lse is None else jax.new_ref(lse)
-    part_out, part_lse, whole_lse = decoding.decode(query, cache, batch, plan, options, shape, written, None)
-    combining.combine(plan, part_out, part_lse, sinks, shape, written, None, whole_lse=whole_lse, lse=lses)
+    decoding.decode(query, cache, batch, plan, options, shape, written, None, lse=lses)
     return jax.freeze(written), None if lses is None else jax.freeze(lses)
 
 

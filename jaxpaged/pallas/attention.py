@@ -19,10 +19,10 @@ from jaxpaged.pallas.cascade import (
     shared_prefix,
 )
 from jaxpaged.pallas.chunks import chunk_refusal, in_chunks
-from jaxpaged.pallas.combine import attending_rows, combine, decoded_lse, rows_of_requests
 from jaxpaged.pallas.config import decode_config, most_decoded_rows, prefill_config, prefill_fits
 from jaxpaged.pallas.decode import decode
 from jaxpaged.pallas.decode_plan import DecodePlan
+from jaxpaged.pallas.decode_rows import attending_rows, decoded_lse, rows_of_requests
 from jaxpaged.pallas.decode_shape import DecodeShape, per_column, workspace_types
 from jaxpaged.pallas.eight_bits import has_row_scales, scale_refusal
 from jaxpaged.pallas.functions import function_refusal
@@ -232,9 +232,8 @@ def _decode(
     workspace: Any = None,
 ) -> Any:
     """Write what decode is to do to `out`; return the lses [num_tokens, num_heads] in units of log 2 if asked for."""
-    part_out, part_lse, whole_lse = decode(query, cache, batch, plan, options, shape, out, interpret, workspace)
-    merged_lse = combine(plan, part_out, part_lse, options.sinks, shape, out, interpret, return_lse=return_lse)
-    return decoded_lse(plan, whole_lse, merged_lse, shape, batch) if return_lse else None
+    lse_by_request = decode(query, cache, batch, plan, options, shape, out, interpret, workspace)
+    return decoded_lse(plan, lse_by_request, shape, batch) if return_lse else None
 
 
 def _cascade(

@@ -9,9 +9,10 @@ Where several kv heads share a tile, each has its part of the 64: fewer position
 by side in memory, which is read faster so. Rows are those of all these heads; a score of one's row and another's key
 counts as masked.
 
-Whole requests go to the output; parts of requests to a workspace, for `combine.py`.
+A request that lies in several shares is put together by the CTA that begins it; see `decode_parts.py`.
 """
 
+import enum
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,10 +27,11 @@ from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas import decode_plan as field
 from jaxpaged.pallas import decode_teams
+from jaxpaged.pallas.decode_parts import bring_parts, brings_parts, own_share, ring_of_keys, ring_views, take_up
 from jaxpaged.pallas.decode_plan import DecodePlan
+from jaxpaged.pallas.decode_rows import clear_rows, columns_of, store_piece
 from jaxpaged.pallas.decode_shape import (
     DecodeShape,
-    column_place,
     divided,
     per_column,
     reduction_bytes,
@@ -38,7 +40,6 @@ from jaxpaged.pallas.decode_shape import (
 from jaxpaged.pallas.decode_teams import (
     BY_ROW,
     REGISTERS,
-    Merged,
     first_own,
     hand_over,
     maximum,
@@ -49,7 +50,6 @@ from jaxpaged.pallas.decode_teams import (
 from jaxpaged.pallas.eight_bits import (
     products,
     row_scales,
-    scale_of_head,
     scale_operands,
     scratch,
     widen_queries,
@@ -63,7 +63,6 @@ from jaxpaged.pallas.mosaic import (
     kernel,
     let_next_kernel_start,
     one_warp_each,
-    store,
     wait_for_previous_kernel,
 )
 from jaxpaged.pallas.paged_tiles import (
@@ -73,19 +72,25 @@ from jaxpaged.pallas.paged_tiles import (
     chunk_slice,
     iota,
     load_tiles,
-    send_rows,
     split_views,
     swizzled,
     tile_at,
     two_views,
 )
 from jaxpaged.pallas.ranges import Loop, leading_loops
-from jaxpaged.pallas.scores import TilePlace, kept, log2_scores, normalized, with_sink
+from jaxpaged.pallas.scores import TilePlace, kept, log2_scores
 from jaxpaged.reference.attention import AttentionOptions, attended_range
 
 
+class Turn(enum.Enum):
+    """Which pieces are computed. The interpreter, in which no CTA may read what another one wrote, takes two turns."""
+
+    GOING_ON = enum.auto()
+    BEGINNING = enum.auto()
+
+
 class Operands(NamedTuple):
-    """References to global memory."""
+    """References to global memory; and if not all pieces are computed, which are."""
 
     requests: Any = None
     shares: Any = None
@@ -101,13 +106,11 @@ class Operands(NamedTuple):
     slopes: Any = None
     sinks: Any = None
     out: Any = None
-    part_out: Any = None
-    part_lse: Any = None
-    whole_lse: Any = None
-
-
-LSE = 0
-"""The row of `Memory.by_column` for lses."""
+    lse: Any = None
+    parts: Any = None
+    flags: Any = None
+    lse_by_request: Any = None
+    turn: Turn | None = None
 
 
 class Memory(NamedTuple):
@@ -115,6 +118,7 @@ class Memory(NamedTuple):
 
     q: Any = None
     k: Any = None
+    parts: Any = None
     v: Any = None
     k_scales: Any = None
     v_scales: Any = None
@@ -137,13 +141,16 @@ class Memory(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a request in a share: `count` tiles from `first_tile` on, a place in the list if there is one."""
+    """The part of a request in a share: `count` tiles from `first_tile` on, a place in the list if there is one.
+
+    If the request starts in the share, so many `others` go on with it, each in one of the shares after this one.
+    """
 
     request: Any
     first_tile: Any
     count: Any
     starts_request: Any
-    whole: Any
+    others: Any
     kv_len: Any
     q_start: Any
     q_len: Any
@@ -171,19 +178,19 @@ def decode(
     out: Any,
     interpret: Interpreter | None,
     workspace: tuple[Any, Any, Any] | None = None,
-) -> tuple[Any, Any, Any]:
-    """Write the rows of requests that lie whole in a share to `out`; return the rest in parts.
+    lse: Any = None,
+) -> Any:
+    """Write the rows of requests to `out`, and 0 to rows that attend to nothing.
 
     Args:
       query: [num_tokens, num_heads, head_size].
-      out: a reference to the output [num_tokens, num_heads, v_head_size], unless that is by request.
+      out: a reference to the output [num_tokens, num_heads, v_head_size]; one by request is not cleared.
       workspace: arrays for the results, of `workspace_types`, whose memory no one uses who may be at work beside this
         kernel; needed if it overlaps another one.
+      lse: a reference to [num_tokens, num_heads] float32, to which all rows' natural lses are written, or None.
 
     Returns:
-      Parts' outputs [2 * num_shares, head_groups, padded v_head_size, columns] float32 and lses [2 * num_shares,
-      head_groups, columns] in units of log 2 (part 2 i starts a request in share i, part 2 i + 1 goes on with it), and
-      whole requests' lses [num_reqs, head_groups, columns].
+      The lses of requests that attend to something [num_reqs, head_groups, columns] in units of log 2.
     """
     slopes, sinks = per_column(options.alibi_slopes, shape), per_column(options.sinks, shape)
     inputs = Operands(
@@ -198,38 +205,40 @@ def decode(
         slopes=slopes,
         sinks=sinks,
         out=out,
+        lse=lse,
     )
+    if workspace is None:
+        workspace = tuple(lax.empty(x.shape, x.dtype) for x in workspace_types(shape, batch.num_reqs))  # type: ignore[assignment]
+    parts, flags, lse_by_request = map(jax.new_ref, workspace)
+    inputs = inputs._replace(parts=parts, flags=flags, lse_by_request=lse_by_request)
     given = {name: x for name, x in inputs._asdict().items() if x is not None}
-    results = ("part_out", "part_lse", "whole_lse")
-    refs = [] if workspace is None else [jax.new_ref(x) for x in workspace]
-    made: Any = kernel(
-        functools.partial(_allocate, shape, options, interpret, (*given, *results)),
-        out_type=workspace_types(shape, batch.num_reqs) if workspace is None else (),
-        grid=(shape.head_groups, shape.num_shares),
-        grid_names=("head", "share"),
-        num_threads=shape.warpgroups + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=reduction_bytes(shape)
-        ),
-        interpret=interpret,
-        kernel_name="paged_decode",
-    )(*given.values(), *refs)
-    part_out, part_lse, whole_lse = made if workspace is None else map(jax.freeze, refs)
-    return part_out, part_lse, whole_lse
-
-
-def columns_of(values: Any, request: Any, shape: DecodeShape) -> Any:
-    """Those of a CTA's rows among `per_column` values; past its last row anything."""
-    which, start = column_place(lax.axis_index("head"), shape)
-    return plgpu.load(values.at[request, which, pl.ds(start, shape.columns)], layout=BY_ROW, optimized=False)
+    for turn in (None,) if interpret is None else Turn:
+        kernel(
+            functools.partial(_allocate, shape, options, interpret, turn, tuple(given)),
+            out_type=(),
+            grid=(shape.head_groups, shape.num_shares),
+            grid_names=("head", "share"),
+            num_threads=shape.warpgroups + 1,
+            thread_name="wg",
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=reduction_bytes(shape)
+            ),
+            interpret=interpret,
+            kernel_name="paged_decode",
+        )(*given.values())
+    return jax.freeze(lse_by_request)
 
 
 def _allocate(
-    shape: DecodeShape, options: AttentionOptions, interpret: Interpreter | None, names: Sequence[str], *refs: Any
+    shape: DecodeShape,
+    options: AttentionOptions,
+    interpret: Interpreter | None,
+    turn: Turn | None,
+    names: Sequence[str],
+    *refs: Any,
 ) -> None:
     """Allocate shared memory and barriers, and start the warpgroups."""
-    operands = Operands(**dict(zip(names, refs, strict=True)))
+    operands = Operands(**dict(zip(names, refs, strict=True)), turn=turn)
     keys, values = shape.tiles("key"), shape.tiles("value")
 
     def run(**refs: Any) -> None:
@@ -238,9 +247,11 @@ def _allocate(
         else:
             follow_previous_kernel(interpret)
         memory = Memory(**refs)
+        k, parts = ring_views(shape, memory, interpret)
         memory = memory._replace(
             q=memory.q if shape.quantized else split_views(memory.q, interpret),
-            k=keys.views(memory.k, interpret),
+            k=keys.views(k, interpret),
+            parts=parts,
             v=values.views(memory.v, interpret),
         )
         wg, n = lax.axis_index("wg"), shape.warpgroups
@@ -256,7 +267,7 @@ def _allocate(
     pl.run_scoped(
         run,
         q=queries,
-        k=keys.smem(interpret),
+        **ring_of_keys(shape, interpret),
         v=values.smem(interpret),
         p=plgpu.SMEM((*each, *reversed(shape.scores)), shape.dtype, transforms=swizzled(shape.dtype)),
         o=plgpu.RefUnion(
@@ -284,33 +295,35 @@ def _own_memory(shape: DecodeShape, memory: Memory, wg: Any) -> Memory:
     return memory._replace(**{name: ref.at[wg] for name, ref in own.items() if ref is not None})
 
 
-def _for_each_piece(operands: Operands, body: Any) -> tuple[Any, Any]:
+def _for_each_piece(shape: DecodeShape, operands: Operands, body: Any) -> tuple[Any, Any, Any]:
     """Call `body(piece, number of pieces before, number of tiles before)` for each piece of this CTA's share.
 
     Returns:
-      The numbers of pieces and of tiles.
+      The numbers of pieces, of tiles, and of others' parts, which only the last piece has.
     """
-    share = lax.axis_index("share")
+    share = own_share(shape)
     first, last, lower, upper = (operands.shares[share, i] for i in range(4))
 
-    def visit(request: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
-        pieces, tiles = before
+    def visit(request: Any, before: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        pieces, tiles, others = before
         begin = operands.requests[request, field.BEGIN]
         all_tiles = operands.requests[request, field.TILES]
         skipped = jnp.maximum(lower - begin, 0)
         count = jnp.maximum(jnp.minimum(upper - begin, all_tiles) - skipped, 0)
+        if operands.turn is not None:
+            count = jnp.where((skipped == 0) == (operands.turn is Turn.BEGINNING), count, 0)
         piece = Piece(
             request,
             operands.requests[request, field.FIRST_TILE] + skipped,
             count,
             skipped == 0,
-            count == all_tiles,
+            jnp.where(skipped == 0, operands.requests[request, field.LAST_SHARE] - share, 0),
             *(operands.requests[request, f] for f in (field.KV_LEN, field.Q_START, field.Q_LEN, field.DAMAGED)),
         )
         pl.when(count > 0)(lambda: body(piece, pieces, tiles))
-        return pieces + jnp.where(count > 0, 1, 0), tiles + count
+        return pieces + jnp.where(count > 0, 1, 0), tiles + count, others + jnp.where(count > 0, piece.others, 0)
 
-    return lax.fori_loop(first, last + 1, visit, (jnp.int32(0), jnp.int32(0)))
+    return lax.fori_loop(first, last + 1, visit, (jnp.int32(0),) * 3)
 
 
 # The warpgroup that loads.
@@ -328,25 +341,38 @@ def _load(shape: DecodeShape, operands: Operands, memory: Memory, interpret: Int
     )
 
     def load(*streams: Stream) -> None:
-        _for_each_piece(operands, lambda piece, pieces, tiles: _load_tiles(shape, operands, streams, piece, tiles))
+        def load_piece(piece: Piece, pieces: Any, tiles: Any) -> None:
+            _load_tiles(shape, operands, streams, piece, tiles)
+            if keys in streams:
+                bring_parts(shape, operands, memory, piece, tiles + piece.count, interpret)
+
+        _for_each_piece(shape, operands, load_piece)
 
     def load_queries() -> None:
-        _for_each_piece(operands, lambda piece, pieces, tiles: _load_query(shape, operands, memory, piece, pieces))
+        _for_each_piece(
+            shape, operands, lambda piece, pieces, tiles: _load_query(shape, operands, memory, piece, pieces)
+        )
+
+    def clear() -> None:
+        clear_rows(shape, operands, interpret)
 
     def load_in_turn() -> None:
         def load_piece(piece: Piece, pieces: Any, tiles: Any) -> None:
             _load_query(shape, operands, memory, piece, pieces)
             _load_tiles(shape, operands, (keys, values), piece, tiles)
+            bring_parts(shape, operands, memory, piece, tiles + piece.count, interpret)
 
-        pieces, tiles = _for_each_piece(operands, load_piece)
+        pieces, tiles, others = _for_each_piece(shape, operands, load_piece)
         drain(memory.q_empty, pieces, 2)
-        drain(memory.k_empty, tiles, shape.stages)
+        drain(memory.k_empty, tiles + (others if brings_parts(shape) else 0), shape.stages)
         drain(memory.v_empty, tiles, shape.stages)
+        if operands.turn is Turn.BEGINNING:
+            clear()
 
     if interpret is not None:  # it runs warps one after the other
         load_in_turn()
     else:
-        one_warp_each(lambda: load(keys), lambda: load(values), load_queries)
+        one_warp_each(lambda: load(keys), lambda: load(values), load_queries, clear)
 
 
 def _load_tiles(shape: DecodeShape, operands: Operands, streams: Sequence[Stream], piece: Piece, tiles: Any) -> None:
@@ -398,14 +424,16 @@ def _compute(
             state = lax.fori_loop(first, end, functools.partial(step, **how), state)
         if not shape.quantized:
             plgpu.barrier_arrive(memory.q_empty.at[q_slot])
-        whole = summed(shape, memory, state, interpret)
+        own = summed(shape, memory, state, interpret)
+        own = take_up(shape, operands, memory, piece, tiles + piece.count, wg, own, interpret)
+        store = functools.partial(store_piece, shape, operands, memory, piece, interpret)
         if several:
-            pl.when(wg > 0)(lambda: hand_over(shape, memory, wg, pieces, whole))
-            pl.when(wg == 0)(lambda: _store(shape, operands, memory, piece, merge(shape, memory, whole)))
+            pl.when(wg > 0)(lambda: hand_over(shape, memory, wg, pieces, own))
+            pl.when(wg == 0)(lambda: store(merge(shape, memory, own)))
         else:
-            _store(shape, operands, memory, piece, whole)
+            store(own)
 
-    pieces, _ = _for_each_piece(operands, attend)
+    pieces, _, _ = _for_each_piece(shape, operands, attend)
     if several:
         pl.when((wg > 0) & (pieces > 0))(lambda: plgpu.barrier_wait(memory.taken))
     plgpu.wait_smem_to_gmem(0)
@@ -567,48 +595,3 @@ def _clear_unused_values(
         v = plgpu.load(chunk, layout=plgpu.Layout.WGMMA)
         used = _used_values(shape, options, piece, tile, readable, v.shape)
         chunk[...] = jnp.where(used, v, jnp.zeros_like(v))
-
-
-def _store(shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, state: Merged) -> None:
-    """Divide by the sums, and send a whole request's rows to the output, a part's to the workspace."""
-    head, share = lax.axis_index("head"), lax.axis_index("share")
-    weight, lse = normalized(state.peak, state.total)
-    if operands.v_scale is not None:
-        weight = weight * scale_of_head(operands.v_scale)
-    sizes = shape.tiles("value").part_sizes
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous piece has left shared memory
-    store(memory.by_column.at[LSE], lse)
-
-    def to_workspace(out: Any, lse: Any) -> None:
-        for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True)):
-            o = a * lax.broadcast_in_dim(weight, a.shape, [1])
-            store(memory.o[1].at[pl.ds(c * CHUNK, size), :], o)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(memory.by_column.at[LSE], lse)
-        plgpu.copy_smem_to_gmem(memory.o[1], out)
-
-    part = 2 * share + jnp.where(piece.starts_request, 0, 1)
-    pl.when(~piece.whole)(lambda: to_workspace(operands.part_out.at[part, head], operands.part_lse.at[part, head]))
-    whole_out, whole_lse = operands.out, operands.whole_lse.at[piece.request, head]
-    if shape.by_request:
-        pl.when(piece.whole)(lambda: to_workspace(whole_out.at[piece.request, head], whole_lse))
-        return
-
-    @pl.when(piece.whole)
-    def _to_output() -> None:
-        factor = weight
-        if operands.sinks is not None:
-            factor = with_sink(weight, lse, columns_of(operands.sinks, 0, shape))
-        for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True)):
-            o = a * lax.broadcast_in_dim(factor, a.shape, [1])
-            store(transposed(memory.o[0].at[:, pl.ds(c * CHUNK, size)]), o.astype(shape.out_dtype))
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(memory.by_column.at[LSE], whole_lse)
-
-        def send(token: int, first: int, start: int, count: int) -> None:
-            rows = memory.o[0].at[pl.ds(start, count), :]
-            target = operands.out.at[piece.q_start + token, pl.ds(head * shape.group + first, count)]
-            send_rows(rows, target, 0, shape.dims.v_head_size)
-
-        for run in shape.runs:
-            pl.when(run[0] < piece.q_len)(functools.partial(send, *run))

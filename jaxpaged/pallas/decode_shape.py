@@ -12,6 +12,7 @@ from jax import lax
 from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES
 from jaxpaged.metadata.layout import CacheDims, KVLayout
 from jaxpaged.pallas.decode_teams import reduction_numbers
+from jaxpaged.pallas.flags import FLAG
 from jaxpaged.pallas.paged_tiles import CHUNK, PagedTiles, swizzled
 
 
@@ -120,6 +121,11 @@ class DecodeShape:
     def padded_v_size(self) -> int:
         return self.tiles("value").chunks * CHUNK
 
+    @property
+    def part_rows(self) -> int:
+        """Rows of what a share leaves of a request: the output, transposed, and the lses; by eights, as TMA goes."""
+        return self.padded_v_size + 8
+
 
 def divided(x: Any, y: int) -> tuple[Any, Any]:
     """Quotient and remainder of numbers of 0 or more, vectors or not."""
@@ -133,12 +139,12 @@ def reduction_bytes(shape: DecodeShape) -> int:
 
 
 def workspace_types(shape: DecodeShape, num_reqs: int) -> tuple[Any, Any, Any]:
-    """Of the parts' outputs and lses, and of whole requests' lses; see `decode`."""
-    heads, parts = shape.head_groups, 2 * shape.num_shares
+    """Of the parts that shares leave, of their flags, and of requests' lses; see `decode_parts.py`."""
+    each = (shape.num_shares, shape.head_groups)
     return (
-        jax.ShapeDtypeStruct((parts, heads, shape.padded_v_size, shape.columns), jnp.float32),
-        jax.ShapeDtypeStruct((parts, heads, shape.columns), jnp.float32),
-        jax.ShapeDtypeStruct((num_reqs, heads, shape.columns), jnp.float32),
+        jax.ShapeDtypeStruct((*each, shape.part_rows, shape.columns), jnp.float32),
+        jax.ShapeDtypeStruct((*each, FLAG), jnp.int32),
+        jax.ShapeDtypeStruct((num_reqs, shape.head_groups, shape.columns), jnp.float32),
     )
 
 

@@ -1,5 +1,6 @@
 """Lses by token and head from the kernels of decode themselves, for callers that have no XLA to arrange them."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxpaged import KVCache, PagedBatch, paged_attention
-from jaxpaged.pallas.combine import combine
 from jaxpaged.pallas.config import decode_config
 from jaxpaged.pallas.decode import decode
 from jaxpaged.pallas.decode_plan import FIRST_SHARE, LAST_SHARE, TILES, plan_decode
@@ -26,8 +26,8 @@ def decoded(query: Any, cache: Any, batch: Any, sinks: Any, *, options: Any, lon
     how |= {"num_tokens": query.shape[0], "num_heads": query.shape[1], "max_query_len": longest}
     plan = plan_decode(cache, batch, options, **how, others_elsewhere=False, batch_invariant=False)
     out, lse = jax.new_ref(query), jax.new_ref(jnp.full(query.shape[:2], 7.0, jnp.float32))
-    part_out, part_lse, whole_lse = decode(query, cache, batch, plan, options, shape, out, interpret)
-    combine(plan, part_out, part_lse, sinks, shape, out, interpret, whole_lse=whole_lse, lse=lse)
+    options = dataclasses.replace(options, sinks=sinks)
+    decode(query, cache, batch, plan, options, shape, out, interpret, lse=lse)
     return plan, jax.freeze(out), jax.freeze(lse)
 
 
