@@ -137,7 +137,7 @@ def program(*kernels):
 
 
 def test_time_of_a_layer_and_of_the_plan():
-    plan, layer = [("sort", 3), ("sum", 2)], [("paged_decode", 50), ("paged_decode_combine", 5)]
+    plan, layer = [("sort", 3), ("sum", 2)], [("paged_prefill", 50), ("paged_decode", 5)]
     one, two = program(*plan, *layer), program(*plan, *layer, *layer)
     assert layers.layer_time(one, two) == layers.LayerTime(55, 5)
 

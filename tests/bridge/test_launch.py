@@ -250,15 +250,14 @@ def test_a_step_goes_by_the_plans_memory(recorder: Recorder) -> None:
     sinks = by_column(torch.zeros(8), num_kv_heads=2, max_query_len=1)
     workspace = torch.empty(1 << 25, dtype=torch.uint8)
     decode_on_gpu(query, k_cache, v_cache, table, requests, shares, workspace, None, sinks, 1, False, *SCORES, out)
-    (_, decode), (_, combine) = recorder.launches[1:]
+    ((_, decode),) = recorder.launches[1:]
     read = address(requests, shares, table, query, k_cache, v_cache, sinks, out)
     assert decode[: len(read)] == read
-    parts = decode[len(read) : -1]
+    parts = decode[len(read) : len(read) + 3]
     base = workspace.data_ptr()
     assert parts[0] == base
     assert [x % 256 for x in parts] == [base % 256] * 3
-    assert decode[-1] == out.data_ptr()
-    assert combine == (requests.data_ptr(), *parts[:2], *address(sinks, out), out.data_ptr())
+    assert decode[len(read) + 3 :] == (out.data_ptr(), *parts)
 
 
 def decode_arguments(cache: Any = None, max_query_len: int = 1, **scales: Any) -> dict[str, Any]:
@@ -347,12 +346,11 @@ def test_8_bit_caches_go_to_decode_as_they_are(recorder: Recorder, dtype: Any, n
     arguments = decode_arguments(cache, **SCALES[name])
     recorder.launches.clear()
     decode_on_gpu(**arguments, lse=None)
-    (_, decode), (_, combine) = recorder.launches
+    ((_, decode),) = recorder.launches
     names = ("requests", "shares", "block_table", "query", "key_cache", "value_cache")
     scales = [arguments[n] for n in ("k_scale", "v_scale") if n in arguments]
     read = address(*(arguments[n] for n in names), *scales, arguments["out"])
     assert decode[: len(read)] == read
-    assert not {*address(*scales, *cache)} & {*combine}
 
 
 ROW_SCALES = {"k_scale": torch.ones(40, 16, 2), "v_scale": torch.ones(40, 16, 2)}
@@ -385,16 +383,16 @@ def test_scales_by_token_go_to_decode(recorder: Recorder) -> None:
     assert {*address(*ROW_SCALES.values())} < {*recorder.launches[0][1]}
 
 
-def test_lses_are_written_by_combine(recorder: Recorder) -> None:
+def test_lses_are_written_to_memory_of_the_callers(recorder: Recorder) -> None:
     arguments, lse = decode_arguments(), torch.zeros(3, 8)
     sinks = by_column(torch.zeros(8), num_kv_heads=2, max_query_len=1)
     recorder.launches.clear()
     decode_on_gpu(**{**arguments, "sinks": sinks}, lse=lse)
-    (_, decode), (_, combine) = recorder.launches
-    whole_lse = decode[-2]
-    assert combine[-5:] == (*address(arguments["out"]), whole_lse, *address(lse, arguments["out"], lse))
-    assert sinks.data_ptr() in combine
-    assert lse.data_ptr() not in decode
+    ((_, decode),) = recorder.launches
+    own = decode[-3:]
+    written = address(arguments["out"], lse)
+    assert decode[-10:] == (*written, *own, *written, *own)
+    assert sinks.data_ptr() in decode
 
 
 def test_direct_functions_spare_the_dispatcher(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,13 @@ from launch_order import fault, steps
 from test_kernel_calls import CACHES, PREFILLS, X, array, cache_of, decode_calls, lowered, prefill_calls
 
 from jaxpaged.bridge import kernel_functions
-from jaxpaged.pallas import cache_write, combine, decode
+from jaxpaged.pallas import cache_write, decode
 from jaxpaged.pallas.block_pairs import BlockPairs
 from jaxpaged.pallas.decode_plan_kernel import DecodeCut
 from jaxpaged.pallas.mosaic import follow_previous_kernel, kernel, let_next_kernel_start, wait_for_previous_kernel
 from jaxpaged.reference.attention import AttentionOptions
 
 PLAIN = AttentionOptions(0.125)
-PLAN = 0
-"""The first argument of decode and combine: what the plan says of requests."""
 
 
 def write_module(name: str = "NHD", words: tuple[int, ...] = ()) -> bytes:
@@ -45,16 +43,14 @@ DECODES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", DECODES)
-def test_decode_waits_first_and_combine_after_it_has_looked_at_the_plan(name: str) -> None:
+def test_decode_waits_first(name: str) -> None:
     calls, _ = decode_calls(PLAIN, **DECODES[name])
-    first, second = (call.module for call in calls.calls)
-    assert fault(first) is None
-    assert fault(second, there_before=[PLAN]) is None
-    assert fault(second) == "memref.load before it waits"
+    (call,) = calls.calls
+    assert fault(call.module) is None
 
 
 def test_decode_beside_prefill_ends_after_it() -> None:
-    """It lets `combine` start at once, and the warps that store wait when all has been stored."""
+    """It lets the next kernel start at once, and the warps that store wait when all has been stored."""
     calls, _ = decode_calls(PLAIN, overlaps=True)
     order = steps(calls.calls[0].module)
     assert order[0] == ("trigger", None, 1)
@@ -119,12 +115,11 @@ def test_planted_faults_are_found(begin: Any, expected: str | None) -> None:
     assert fault(call.module) == expected
 
 
-@pytest.mark.parametrize("module", [cache_write, decode, combine])
+@pytest.mark.parametrize("module", [cache_write, decode])
 def test_a_kernel_that_does_not_wait_is_found(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "follow_previous_kernel", let_next_kernel_start)
     if module is cache_write:
         assert fault(write_module()) == "lets the next kernel start before it waits"
         return
     calls, _ = decode_calls(PLAIN)
-    found = fault(calls.calls[module is combine].module, there_before=[PLAN])
-    assert found == "lets the next kernel start before it waits"
+    assert fault(calls.calls[0].module) == "lets the next kernel start before it waits"

@@ -16,12 +16,12 @@ from jax.experimental import pallas as pl
 from late import copy_late
 
 from jaxpaged.bridge import launch, process
-from jaxpaged.pallas import cache_write, combine, decode
+from jaxpaged.pallas import cache_write, decode
 from jaxpaged.pallas.mosaic import let_next_kernel_start, wait_for_previous_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
-KERNELS = {cache_write: "tile", decode: "share", combine: "request"}
+KERNELS = {cache_write: "tile", decode: "share"}
 """By module, an axis of the kernel's grid."""
 
 
@@ -49,14 +49,6 @@ def without_a_wait(axis: str) -> Callable[[Any], None]:
     def begin(interpret: Any) -> None:
         pl.when(lax.axis_index(axis) < 0)(lambda: wait_for_previous_kernel(interpret))
         let_next_kernel_start(interpret)
-
-    return begin
-
-
-def the_wrong_way_round(axis: str) -> Callable[[Any], None]:
-    def begin(interpret: Any) -> None:
-        let_next_kernel_start(interpret)
-        wait_for_previous_kernel(interpret)
 
     return begin
 
@@ -156,7 +148,7 @@ def late_table() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def late_plan() -> tuple[torch.Tensor, torch.Tensor]:
-    """`combine` clears the rows of the requests without a token, if it knows of them."""
+    """The rows of the requests without a token are cleared, if they are known."""
     step = new_step(LENS, batch_invariant=True)
     requests, *others = step.plan()
     expected = step.attend((requests, *others)).clone()
@@ -199,13 +191,6 @@ def test_decode_waits(case: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> 
 def test_decode_that_does_not_wait_would_be_seen(case: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
     with begun_by(without_a_wait, decode):
         seen, expected = case()
-        assert not torch.equal(seen, expected)
-
-
-def test_combine_knows_the_plan_as_decode_has_waited_for_it() -> None:
-    """It reads the plan before it waits for decode, so decode may let it start only after its own wait."""
-    with begun_by(the_wrong_way_round, decode):
-        seen, expected = late_plan()
         assert not torch.equal(seen, expected)
 
 

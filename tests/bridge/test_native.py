@@ -190,7 +190,7 @@ def test_a_decode_like_an_earlier_one_is_launched_without_python(operators: Oper
     operators.launched()
     operators.decode(**first)
     by_python, by_cpp = operators.launched()
-    assert len(by_python) == 2
+    assert len(by_python) == 1
     assert by_cpp == []
     operators.decode(**first)
     assert operators.launched() == ([], by_python)

@@ -67,7 +67,7 @@ def numbers() -> int:
     return prefill_plan_calls._counts[-1].data_ptr()
 
 
-def test_a_mixed_step_is_planned_by_two_kernels_and_attended_to_by_three(recorder: Recorder) -> None:  # noqa: F811
+def test_a_mixed_step_is_planned_by_two_kernels_and_attended_to_by_two(recorder: Recorder) -> None:  # noqa: F811
     step = Step.new(4096, 16)
     plan, workspace = step.plan()
     (_, planned), (_, decode_planned) = recorder.launches
@@ -79,15 +79,15 @@ def test_a_mixed_step_is_planned_by_two_kernels_and_attended_to_by_three(recorde
     recorder.launches.clear()
     out = step.attend((plan, workspace))
     numbered = [number for number, _ in recorder.launches]
-    # Decode starts where prefill's last CTAs have ended, and combine where decode's have.
-    assert [b"mosaic_gpu.uses_pdl" in recorder.modules[number] for number in numbered] == [False, True, True]
-    (_, prefill), (_, decode), (_, combine) = recorder.launches
+    # Decode starts where prefill's last CTAs have ended.
+    assert [b"mosaic_gpu.uses_pdl" in recorder.modules[number] for number in numbered] == [False, True]
+    (_, prefill), (_, decode) = recorder.launches
     read = (at["work"], at["counts"], *address(step.table, step.query, *step.caches, out))
     assert prefill == (*read, out.data_ptr())
     assert decode[:2] == (at["requests"], at["shares"])
-    assert (decode[-1], combine[-1]) == (out.data_ptr(), out.data_ptr())
+    assert decode[-4] == out.data_ptr()
     workspace_end = workspace.data_ptr() + workspace.numel()
-    assert all(workspace.data_ptr() <= x < workspace_end for x in decode[-4:-1])
+    assert all(workspace.data_ptr() <= x < workspace_end for x in decode[-3:])
 
 
 def test_steps_of_other_sizes_run_the_same_programs(recorder: Recorder) -> None:  # noqa: F811
@@ -95,9 +95,9 @@ def test_steps_of_other_sizes_run_the_same_programs(recorder: Recorder) -> None:
     for num_tokens, num_reqs in ((4096, 16), (3000, 16), (2049, 16), (4000, 12)):
         step = Step.new(num_tokens, num_reqs, room=4096 - num_tokens)
         step.attend(step.plan())
-    plans = {number for i, (number, _) in enumerate(recorder.launches) if i % 5 == 1}
-    others = {number for i, (number, _) in enumerate(recorder.launches) if i % 5 != 1}
-    assert (len(recorder.launches), len(plans), len(others)) == (20, 2, 4)
+    plans = {number for i, (number, _) in enumerate(recorder.launches) if i % 4 == 1}
+    others = {number for i, (number, _) in enumerate(recorder.launches) if i % 4 != 1}
+    assert (len(recorder.launches), len(plans), len(others)) == (16, 2, 3)
 
 
 def test_queries_are_copied_only_where_the_memory_behind_them_ends(recorder: Recorder) -> None:  # noqa: F811
@@ -116,7 +116,7 @@ def test_few_requests_are_left_to_prefill(recorder: Recorder) -> None:  # noqa: 
     assert len(recorder.launches) == 2
     step = Step.new(4096, 4, batch_invariant=True)
     step.attend(step.plan())
-    assert len(recorder.launches) == 2 + 5
+    assert len(recorder.launches) == 2 + 4
 
 
 def test_few_tiles_are_split_and_merged(recorder: Recorder) -> None:  # noqa: F811
@@ -139,10 +139,9 @@ def test_slopes_and_sinks_go_to_each_kernel_in_its_order(recorder: Recorder) -> 
     plan = step.plan()
     recorder.launches.clear()
     step.attend(plan, slopes, sinks, by_column_of=by_column_of)
-    (_, prefill), (_, decode), (_, combine) = recorder.launches
+    (_, prefill), (_, decode) = recorder.launches
     assert set(address(slopes, sinks)) <= set(prefill)
     assert set(address(*by_column_of)) <= set(decode)
-    assert by_column_of[1].data_ptr() in combine
     each = torch.rand(16, HEADS)
     step.attend(plan, each)
     with pytest.raises(ValueError, match=r"slopes: expected a compact float32 tensor \(\(1, 8\), \(16, 8\)\)"):
@@ -174,13 +173,12 @@ def test_8_bit_caches_and_their_scales_go_to_prefill_and_decode(
     recorder.launches.clear()
     out = step.attend((plan, workspace))
     assert out.dtype == query_dtype
-    (_, prefill), (_, decode), (_, combine) = recorder.launches
+    (_, prefill), (_, decode) = recorder.launches
     at = step.at(plan)
     scales = [x for x in step.scales if x is not None]
     tensors = address(step.table, step.query, *step.caches, *scales, out)
     assert prefill == (at["work"], at["counts"], *tensors, out.data_ptr())
     assert decode[: len(tensors) + 2] == (at["requests"], at["shares"], *tensors)
-    assert not {*address(*scales, *step.caches)} & {*combine}
 
 
 def test_8_bit_keys_and_values_of_one_buffer_with_scales_slopes_and_sinks(recorder: Recorder) -> None:  # noqa: F811

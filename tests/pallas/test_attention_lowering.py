@@ -202,8 +202,8 @@ def test_variant_lowers_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         return tiles[-1]
 
     monkeypatch.setattr(attention, "prefill_config", spied)
-    kernels = set(re.findall(r"paged_decode_combine|paged_decode|paged_prefill", lowered(variant).as_text()))
-    assert ("paged_decode" in kernels) == ("paged_decode_combine" in kernels) == ("d" in variant.takes)
+    kernels = set(re.findall(r"paged_decode|paged_prefill", lowered(variant).as_text()))
+    assert ("paged_decode" in kernels) == ("d" in variant.takes)
     assert ("paged_prefill" in kernels) == bool(set(variant.takes) & {"u", "p", "s"})
     assert bool(tiles) == bool(set(variant.takes) & {"u", "p"})
     for tile in tiles:
