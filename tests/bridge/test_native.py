@@ -24,7 +24,7 @@ from test_launch import (
 
 from jaxpaged.bridge import direct, launch, native, torch_ops, write_calls
 from jaxpaged.bridge.decode_calls import by_column, decode_launches, decode_on_gpu
-from jaxpaged.bridge.mosaic_abi import Kernel, UnavailableError
+from jaxpaged.bridge.mosaic_abi import Kernel, UnavailableError, launched_early
 from jaxpaged.bridge.write_calls import warm_up_writes, write_launches, write_on_gpu
 
 assert recorder  # a fixture of the tests here
@@ -75,7 +75,8 @@ class NativeRecorder(Recorder):
             function = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, words, ctypes.c_int32)(got_by_new_abi)
         self._kept.append(function)
         kernel = 0 if self._abi < (0, 12) else 200 + number
-        return Kernel(launch, (ctypes.cast(function, ctypes.c_void_p).value or 0, 100 + number, kernel))
+        pointers = (ctypes.cast(function, ctypes.c_void_p).value or 0, 100 + number, kernel)
+        return Kernel(launch, pointers, launched_early(module))
 
 
 class Operators:
