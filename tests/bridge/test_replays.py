@@ -24,7 +24,7 @@ from fake_driver import (
     function_of,
     parameters,
 )
-from test_launch import STREAM, Recorder, decode_arguments, recorder
+from test_launch import STREAM, Recorder, caches, decode_arguments, recorder
 from test_native import NativeRecorder, Operators, launcher, write_arguments
 
 from jaxpaged.bridge import launch, mosaic_abi, write_calls
@@ -114,6 +114,9 @@ def test_a_decodes_kernels_are_replayed_each(operators: Replayed) -> None:
     assert operators.launched() == ([], by_python)
     twice = [(function_of(number), parameters(number, addresses)) for number, addresses in by_python * 2]
     assert [(x.function, x.parameters) for x in operators.driver.launches] == twice
+    operators.decode(**{**arguments, **dict(zip(("key_cache", "value_cache"), caches(), strict=True))})
+    _, by_cpp = operators.launched()
+    assert len(by_cpp) == 1  # `combine` reads no cache
 
 
 def test_other_memory_is_mosaics(operators: Replayed) -> None:
