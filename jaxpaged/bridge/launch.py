@@ -45,10 +45,12 @@ class BoundKernel(NamedTuple):
       pointers: see `mosaic_abi.Kernel`.
       buffers: of each the place of an address and how many bytes behind it the buffer begins; the place is -1 for
         memory of the program's own, whose address takes the bytes' place.
+      early: see `mosaic_abi.Kernel`.
     """
 
     pointers: tuple[int, int, int]
     buffers: tuple[tuple[int, int], ...]
+    early: bool
 
 
 class Bound(Protocol):
@@ -132,7 +134,7 @@ class Program:
         at |= {buffer: (-1 if workspace is None else workspace, offset) for buffer, offset in self.offsets.items()}
         at |= {buffer: (-1, x.data_ptr()) for buffer, x in self.constants.items()}
         calls = zip(self.kernels, self.calls.calls, strict=True)
-        return tuple(BoundKernel(kernel.pointers, tuple(at[b] for b in call.buffers)) for kernel, call in calls)
+        return tuple(BoundKernel(k.pointers, tuple(at[b] for b in call.buffers), k.early) for k, call in calls)
 
     def _launcher(
         self, num_given: int, places: dict[int, int], workspace: int | None
@@ -179,8 +181,8 @@ def moved(kernels: Sequence[BoundKernel], places: Sequence[int], offsets: Sequen
     """Kernels that find at `places[i]` what they found at place i, or `offsets[i]` bytes behind."""
     steps = dict(enumerate(offsets))
     return [
-        BoundKernel(pointers, tuple((p, o) if p < 0 else (places[p], o + steps.get(p, 0)) for p, o in buffers))
-        for pointers, buffers in kernels
+        k._replace(buffers=tuple((p, o) if p < 0 else (places[p], o + steps.get(p, 0)) for p, o in k.buffers))
+        for k in kernels
     ]
 
 

@@ -19,19 +19,14 @@
 #include <unordered_map>
 #include <vector>
 
+#include "replays.h"
+
 namespace py = pybind11;
 
 namespace {
 
-using Likeness = std::vector<int64_t>;
-
-struct Hash {
-  size_t operator()(const Likeness& numbers) const {
-    uint64_t hash = numbers.size();
-    for (auto x : numbers) hash = (hash ^ static_cast<uint64_t>(x)) * 0x9E3779B97F4A7C15u;
-    return hash ^ (hash >> 32);
-  }
-};
+using jaxpaged::Driver, jaxpaged::Hash, jaxpaged::Numbers;
+using Likeness = Numbers;
 
 // Where a kernel's buffer lies: some bytes behind the start of an argument, or where the argument is -1, at an address.
 using Buffer = std::pair<int64_t, int64_t>;
@@ -40,6 +35,7 @@ using Buffer = std::pair<int64_t, int64_t>;
 struct Kernel {
   uintptr_t launch, function, kernel;
   std::vector<Buffer> buffers;
+  bool early;
 
   void run(void* stream, void** addresses, int32_t device) const {
     auto pointer = reinterpret_cast<void*>(function);
@@ -129,6 +125,7 @@ class Operator : public c10::OperatorKernel {
   void forget() {
     std::unique_lock lock(mutex_);
     known_.clear();
+    replays_.forget();
   }
 
  private:
@@ -152,13 +149,18 @@ class Operator : public c10::OperatorKernel {
     }
     if (device_.stream(current, &stream)) return false;
     thread_local std::vector<void*> addresses;
+    thread_local Numbers key;
     for (const auto& kernel : launches.kernels) {
       addresses.clear();
+      key.clear();
+      for (auto x : {kernel.launch, kernel.function, kernel.kernel}) key.push_back(x);
+      key.push_back(current);
       for (auto [argument, offset] : kernel.buffers) {
         auto start = argument < 0 ? 0 : address(argument);
         addresses.push_back(reinterpret_cast<void*>(start + offset));
+        key.push_back(start + offset);
       }
-      kernel.run(stream, addresses.data(), current);
+      replays_.launch(key, kernel.early, stream, [&](void* on) { kernel.run(on, addresses.data(), current); });
     }
     return true;
   }
@@ -174,7 +176,8 @@ class Operator : public c10::OperatorKernel {
     for (py::handle kernel : launches.attr("kernels")) {
       auto [launch, function, pointer] =
           kernel.attr("pointers").cast<std::tuple<uintptr_t, uintptr_t, uintptr_t>>();
-      found.kernels.push_back({launch, function, pointer, kernel.attr("buffers").cast<std::vector<Buffer>>()});
+      auto buffers = kernel.attr("buffers").cast<std::vector<Buffer>>();
+      found.kernels.push_back({launch, function, pointer, std::move(buffers), kernel.attr("early").cast<bool>()});
     }
     found.device = launches.attr("device").cast<int32_t>();
     found.aligned = launches.attr("aligned").cast<std::vector<int64_t>>();
@@ -189,6 +192,7 @@ class Operator : public c10::OperatorKernel {
   py::handle function_, launches_;
   std::shared_mutex mutex_;
   std::unordered_map<Likeness, Launches, Hash> known_;
+  jaxpaged::Replays replays_;
 };
 
 // An operator's kernel for one dispatch key, as long as this lives.
@@ -209,9 +213,22 @@ class Served {
   Operator* operator_;  // the library's
 };
 
+// The driver's functions by name, for tests; without, CUDA's own where there is one. The one before is not released, as
+// another thread may be launching with it.
+void use_driver(const std::optional<std::unordered_map<std::string, uintptr_t>>& addresses) {
+  auto find = [&](const char* name) {
+    auto found = addresses->find(name);
+    return found == addresses->end() ? nullptr : reinterpret_cast<void*>(found->second);
+  };
+  auto driver = addresses ? Driver::found(find) : Driver::loaded();
+  jaxpaged::driver_in_use.store(driver.release(), std::memory_order_release);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  use_driver(std::nullopt);
+  module.def("use_driver", &use_driver);
   py::class_<Served>(module, "Served")
       .def(py::init([](const std::string& name_space, const std::string& name, const std::string& key,
                        uintptr_t current_device, uintptr_t current_stream, py::function function,

@@ -15,6 +15,7 @@ PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 KNOWN_VERSIONS = ((0, 11), (0, 12))
 """Of jaxlib, and so of the plugin; the launch function took a stream and pointers alone until 0.11."""
 SYMBOLS = ("MosaicGpuCompile", "MosaicGpuUnload")
+_EARLY = b"mosaic_gpu.uses_pdl"
 
 Launch = Callable[[ctypes.c_void_p, bytes], None]
 """Launches a kernel on a stream, given by its handle; the bytes are the addresses of its buffers, 64 bits each."""
@@ -28,10 +29,12 @@ class Kernel(NamedTuple):
       pointers: addresses of the launch function, of the kernel's function and of the kernel, which is 0 where the
         launch function takes none (jaxlib 0.11). That of 0.11 takes function, stream and buffers; that of 0.12 kernel,
         function, stream, buffers and the device's index.
+      early: whether it may start before the kernel in front of it has ended (programmatic dependent launch).
     """
 
     launch: Launch
     pointers: tuple[int, int, int]
+    early: bool
 
 
 class UnavailableError(RuntimeError):
@@ -67,7 +70,12 @@ def compile_kernel(module: bytes) -> Kernel:
         raise UnavailableError("MosaicGpuCompile returned no function to launch")
     version = _version()
     pointers = (launch, function, 0 if version < (0, 12) else kernel)
-    return Kernel(_launcher(version, function, launch, kernel), pointers)
+    return Kernel(_launcher(version, function, launch, kernel), pointers, launched_early(module))
+
+
+def launched_early(module: bytes) -> bool:
+    """Whether Mosaic launches a kernel with programmatic dependent launch, which is a mark of its module."""
+    return _EARLY in module
 
 
 def _launcher(version: tuple[int, int], function: int, launch: int, kernel: int) -> Launch:

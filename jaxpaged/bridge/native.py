@@ -2,11 +2,13 @@
 
 PyTorch's dispatcher takes 1 µs to get to an operator in C++, and 2 more to hand its arguments to one in Python, which
 then needs as long as a launch to look at them. So for tensors like those of an earlier call `launcher.cpp` launches
-what that call did; whatever is new, and whatever is refused, is Python's.
+what that call did; whatever is new, and whatever is refused, is Python's. Launches on the same memory again are the
+driver's alone, without Mosaic's launch function: `replays.h`.
 """
 
 import ctypes
 import functools
+import hashlib
 import os
 import re
 import shutil
@@ -25,6 +27,7 @@ from jaxpaged.bridge.mosaic_abi import UnavailableError, unavailable
 from jaxpaged.bridge.write_calls import forget_with_writers, write_launches
 
 _SOURCE = Path(__file__).with_name("launcher.cpp")
+_HEADER = Path(__file__).with_name("replays.h")
 _LAUNCHES: dict[str, Callable[..., Launches | None]] = {"reshape_and_cache": write_launches, "decode": decode_launches}
 _served: dict[str, Any] = {}
 
@@ -65,10 +68,13 @@ def launcher() -> Any:
     if missing:
         raise UnavailableError(f"{_SOURCE.name} can't be compiled: there is no {' and no '.join(missing)} here")
     version = re.sub(r"\W", "_", torch.__version__)
+    # PyTorch looks for changes in the source alone, and by times, which an installed file may keep from its package.
+    text = hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes()).hexdigest()[:12]
     path = os.environ.get("PATH", "")
     os.environ["PATH"] = _tools()
     try:
-        return cpp_extension.load(f"jaxpaged_launcher_{version}", [str(_SOURCE)], extra_cflags=["-O2"])
+        name = f"jaxpaged_launcher_{version}_{text}"
+        return cpp_extension.load(name, [str(_SOURCE)], extra_cflags=["-O2"], extra_ldflags=["-ldl"])
     except (OSError, RuntimeError, ImportError, subprocess.SubprocessError) as error:
         raise UnavailableError(f"{_SOURCE.name} can't be compiled: {error}") from error
     finally:

@@ -19,7 +19,7 @@ from jaxpaged.bridge import alike, direct, launch, process, torch_ops, write_cal
 from jaxpaged.bridge.copy_calls import block_pairs, copy_on_gpu, swap_on_gpu
 from jaxpaged.bridge.decode_calls import by_column, by_query_head, decode_on_gpu
 from jaxpaged.bridge.kernel_functions import copy_blocks
-from jaxpaged.bridge.mosaic_abi import Kernel, UnavailableError
+from jaxpaged.bridge.mosaic_abi import Kernel, UnavailableError, launched_early
 from jaxpaged.bridge.plan_calls import plan_on_gpu
 from jaxpaged.bridge.write_calls import pieces, warm_up_writes, write_on_gpu
 from jaxpaged.pallas.block_pairs import BlockPairs
@@ -45,7 +45,7 @@ class Recorder:
             assert stream.value == STREAM
             self.launches.append((number, struct.unpack(f"{len(pointers) // 8}Q", pointers)))
 
-        return Kernel(run, (0, 0, 0))
+        return Kernel(run, (0, 0, 0), launched_early(module))
 
 
 @pytest.fixture

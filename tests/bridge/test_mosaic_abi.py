@@ -90,6 +90,11 @@ def test_a_launch_is_the_one_of_the_installed_jax(plugin: Plugin, monkeypatch: p
     assert plugin.compiled == [MODULE, MODULE]
 
 
+def test_a_kernel_that_is_launched_early_says_so(plugin: Plugin) -> None:
+    modules = MODULE, MODULE + b"\0mosaic_gpu.uses_pdl\0"
+    assert [mosaic_abi.compile_kernel(module).early for module in modules] == [False, True]
+
+
 def test_a_launch_by_the_other_abi_would_be_noticed(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a launch function of either version gets from a launch of the other one."""
     seen: list[Any] = []

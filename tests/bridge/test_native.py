@@ -21,10 +21,11 @@ from test_launch import (
     recorder,
     rows,
 )
+from torch.utils import cpp_extension
 
 from jaxpaged.bridge import direct, launch, native, torch_ops, write_calls
 from jaxpaged.bridge.decode_calls import by_column, decode_launches, decode_on_gpu
-from jaxpaged.bridge.mosaic_abi import Kernel, UnavailableError
+from jaxpaged.bridge.mosaic_abi import Kernel, UnavailableError, launched_early
 from jaxpaged.bridge.write_calls import warm_up_writes, write_launches, write_on_gpu
 
 assert recorder  # a fixture of the tests here
@@ -61,8 +62,8 @@ class NativeRecorder(Recorder):
             run(stream, pointers)
 
         def got(function: int, stream: int, buffers: Any) -> None:
-            assert (function, stream) == (100 + number, STREAM)
-            self.native.append((number, tuple(buffers[: self._num_buffers[number]])))
+            assert function == 100 + number
+            self.launched(number, stream, tuple(buffers[: self._num_buffers[number]]))
 
         def got_by_new_abi(kernel: int, function: int, stream: int, buffers: Any, device: int) -> None:
             assert (kernel, device) == (200 + number, -1)
@@ -75,16 +76,24 @@ class NativeRecorder(Recorder):
             function = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, words, ctypes.c_int32)(got_by_new_abi)
         self._kept.append(function)
         kernel = 0 if self._abi < (0, 12) else 200 + number
-        return Kernel(launch, (ctypes.cast(function, ctypes.c_void_p).value or 0, 100 + number, kernel))
+        pointers = (ctypes.cast(function, ctypes.c_void_p).value or 0, 100 + number, kernel)
+        return Kernel(launch, pointers, launched_early(module))
+
+    def launched(self, number: int, stream: int, addresses: tuple[int, ...]) -> None:
+        """What a launch function does."""
+        assert stream == STREAM
+        self.native.append((number, addresses))
 
 
 class Operators:
     """The operators as C++ serves them, on tensors of the CPU, and how often Python was called."""
 
     def __init__(self, launcher: Any, found: NativeRecorder) -> None:
-        self.recorder, self.python_calls, self.device = found, 0, -1
+        self.recorder, self.python_calls, self.device, self.stream = found, 0, -1, STREAM
         self._current = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(ctypes.c_int32))(self._tell_device)
-        self._stream = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))(tell_stream)
+        self._stream = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))(
+            self._tell_stream
+        )
         self._library = torch.library.Library(NAMESPACE, "DEF")
         self.served: dict[str, Any] = {}
         addresses = [ctypes.cast(f, ctypes.c_void_p).value for f in (self._current, self._stream)]
@@ -106,6 +115,10 @@ class Operators:
         device[0] = self.device
         return 0
 
+    def _tell_stream(self, device: int, stream: Any) -> int:
+        stream[0] = self.stream
+        return 0
+
     def launched(self) -> tuple[list[Any], list[Any]]:
         """What Python launched, and C++, since the last time."""
         found = self.recorder.launches[:], self.recorder.native[:]
@@ -118,20 +131,17 @@ class Operators:
         self._library._destroy()
 
 
-def tell_stream(device: int, stream: Any) -> int:
-    stream[0] = STREAM
-    return 0
-
-
 @pytest.fixture
 def operators(request: Any, launcher: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operators]:
     found = NativeRecorder(getattr(request, "param", (0, 12)))
     monkeypatch.setattr(launch, "compile_kernel", found.compile)
     monkeypatch.setattr(write_calls, "_also_forgotten", [])
     monkeypatch.setattr(write_calls, "_sizes", {})
+    launcher.use_driver({})  # no kernel here is one that CUDA could launch
     made = Operators(launcher, found)
     yield made
     made.close()
+    launcher.use_driver(None)
 
 
 def write_arguments(n: int = 8, layout: str = "NHD") -> tuple[Any, ...]:
@@ -364,6 +374,23 @@ def test_a_source_that_does_not_compile_is_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(UnavailableError, match=r"broken\.cpp can't be compiled"):
         native.launcher.__wrapped__()
+
+
+@pytest.mark.usefixtures("launcher")  # so a compiler is there
+def test_a_change_in_either_file_makes_another_extension(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Whatever their times are."""
+    names: list[str] = []
+    monkeypatch.setattr(cpp_extension, "load", lambda name, sources, **how: names.append(name))
+    native.launcher.__wrapped__()
+    native.launcher.__wrapped__()
+    for file in ("_SOURCE", "_HEADER"):
+        changed = tmp_path / "changed"
+        changed.write_bytes(getattr(native, file).read_bytes() + b"\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(native, file, changed)
+            native.launcher.__wrapped__()
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
 
 
 def test_direct_functions_follow(monkeypatch: pytest.MonkeyPatch) -> None:
