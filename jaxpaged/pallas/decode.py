@@ -138,6 +138,7 @@ class Memory(NamedTuple):
     k_empty: Any = None
     v_full: Any = None
     v_empty: Any = None
+    parts_there: Any = None
 
 
 class Piece(NamedTuple):

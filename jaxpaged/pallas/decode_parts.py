@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.pallas.decode_teams import BY_ROW, Merged, first_own
-from jaxpaged.pallas.flags import raise_flag, wait_and_lower, wait_and_lower_in_warp
+from jaxpaged.pallas.flags import raise_flag, wait_and_lower
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.ranges import ceil_div
@@ -52,7 +52,7 @@ def ring_of_keys(shape: "DecodeShape", interpret: Interpreter | None) -> dict[st
     """The shared memory for keys, and for parts where those come the same way; `ring_views` are of it."""
     keys: Any = shape.tiles("key").smem(interpret)
     if not brings_parts(shape):
-        return {"k": keys}
+        return {"k": keys, "parts_there": plgpu.Barrier()}
     parts = plgpu.SMEM((shape.stages, place_rows(shape), shape.columns), jnp.float32)
     if interpret is not None:  # it takes a read through one view of what another wrote for a fault
         return {"k": keys, "parts": parts}
@@ -75,13 +75,20 @@ def bring_parts(
     before: Any,
     interpret: Interpreter | None,
 ) -> None:
-    """Bring the other parts of a request that begins in this share, one after the other, to places of the ring.
+    """Wait for the other parts of a request that begins in this share, and bring them to places of the ring in turn.
 
     It is for the warp that brings keys, after the piece's own; `before` tiles were in the ring.
     """
+    share, head = own_share(shape), lax.axis_index("head")
+
+    @pl.when(piece.others > 0)
+    def _wait() -> None:
+        wait_and_lower(operands.flags.at[head], share + 1, share + 1 + piece.others, interpret)
+        if not brings_parts(shape):
+            plgpu.barrier_arrive(memory.parts_there)
+
     if not brings_parts(shape):
         return
-    share, head = own_share(shape), lax.axis_index("head")
     keys, rows = shape.tiles("key"), shape.part_rows
     copies = keys.copies + (0 if operands.k_scales is None else keys.tile // keys.rows)  # as many as bring a tile
     starts = [8 * (rows // 8 * i // copies) for i in range(copies + 1)]
@@ -90,7 +97,6 @@ def bring_parts(
         slot = lax.rem(before + i, jnp.int32(shape.stages))
         pl.when(before + i >= shape.stages)(lambda: plgpu.barrier_wait(memory.k_empty.at[slot]))
         other = share + 1 + i
-        wait_and_lower_in_warp(operands.flags.at[other, head], interpret)
         for start, end in itertools.pairwise(starts):
             some = pl.ds(start, end - start)
             source, target = operands.parts.at[other, head, some, :], memory.parts.at[slot, some, :]
@@ -125,11 +131,11 @@ def take_up(
             plgpu.commit_smem()  # threads have read what TMA may write to
             plgpu.barrier_arrive(memory.k_empty.at[slot])
         else:
-            place = own_share(shape) + 1 + part, lax.axis_index("head")
-            wait_and_lower(operands.flags.at[place], interpret)
-            taken = _load(shape, operands.parts.at[place])
+            taken = _load(shape, operands.parts.at[own_share(shape) + 1 + part, lax.axis_index("head")])
         return _with(state, *taken)
 
+    if not brings_parts(shape):
+        pl.when(piece.others > 0)(lambda: plgpu.barrier_wait(memory.parts_there))
     own = ceil_div(jnp.maximum(piece.others - first, 0), jnp.int32(shape.warpgroups))
     return lax.fori_loop(0, own, take, state)
 
@@ -143,7 +149,7 @@ def leave_part(
     plgpu.copy_smem_to_gmem(memory.o[1], part.at[pl.ds(0, shape.padded_v_size), :])
     plgpu.copy_smem_to_gmem(lse, part.at[shape.padded_v_size])
     plgpu.wait_smem_to_gmem(0)
-    raise_flag(operands.flags.at[place], interpret)
+    raise_flag(operands.flags.at[lax.axis_index("head"), own_share(shape)], interpret)
 
 
 def _load(shape: "DecodeShape", part: Any) -> tuple[Any, list[Any]]:

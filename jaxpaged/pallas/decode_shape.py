@@ -143,7 +143,7 @@ def workspace_types(shape: DecodeShape, num_reqs: int) -> tuple[Any, Any, Any]:
     each = (shape.num_shares, shape.head_groups)
     return (
         jax.ShapeDtypeStruct((*each, shape.part_rows, shape.columns), jnp.float32),
-        jax.ShapeDtypeStruct((*each, FLAG), jnp.int32),
+        jax.ShapeDtypeStruct((*reversed(each), FLAG), jnp.int32),
         jax.ShapeDtypeStruct((num_reqs, shape.head_groups, shape.columns), jnp.float32),
     )
 

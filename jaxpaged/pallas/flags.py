@@ -30,41 +30,46 @@ _RAISE = f"""{{
   @first st.release.gpu.global.b64 [$0], raised;
 }}"""
 _WAIT = f"""{{
-  .reg .pred lowered; .reg .b64 found;
+  .reg .pred there, lowered; .reg .b32 lane; .reg .b64 place, end, found, zero;
+  mov.b64 zero, 0;
+  mov.u32 lane, %laneid;
+  mad.wide.u32 end, $2, 8, $0;
+  add.u32 lane, lane, $1;
+  mad.wide.u32 place, lane, 8, $0;
+NEXT:
+  setp.ge.u64 there, place, end;
+  @there bra DONE;
 AGAIN:
-  ld.acquire.gpu.global.b64 found, [$0];
+  ld.acquire.gpu.global.b64 found, [place];
   setp.ne.b64 lowered, found, {_RAISED};
   @lowered bra AGAIN;
+  st.relaxed.gpu.global.b64 [place], zero;
+  add.u64 place, place, 256;
+  bra NEXT;
+DONE:
+  bar.warp.sync 0xffffffff;
   fence.proxy.async;
 }}"""
-_LOWER = """{
-  .reg .b64 lowered;
-  mov.b64 lowered, 0;
-  st.relaxed.gpu.global.b64 [$0], lowered;
-}"""
 
 
 def raise_flag(flag: Any, interpret: Interpreter | None) -> None:
     """Say, after all that a warpgroup has done so far, that it is done.
 
     Args:
-      flag: a ref [FLAG] int32 in global memory, at a multiple of 8 bytes.
+      flag: a ref [FLAG] int32 in global memory, at a multiple of 8 bytes, that nobody raises besides.
     """
     if interpret is None:
         _inline(_RAISE)(flag)
 
 
-def wait_and_lower(flag: Any, interpret: Interpreter | None) -> None:
-    """Wait in a warpgroup until a flag is raised, and lower it."""
-    if interpret is None:
-        _inline(_WAIT)(flag)
-        _inline(_LOWER, after_all=True)(flag)
+def wait_and_lower(flags: Any, first: Any, end: Any, interpret: Interpreter | None) -> None:
+    """Wait in a single warp until all flags from `first` to before `end` are raised, and lower them.
 
-
-def wait_and_lower_in_warp(flag: Any, interpret: Interpreter | None) -> None:
-    """Likewise in a single warp."""
+    Args:
+      flags: a ref [n, FLAG] int32 in global memory.
+    """
     if interpret is None:
-        _inline(_WAIT, "bar.warp.sync 0xffffffff;", _LOWER)(flag)
+        _inline(_WAIT)(flags, first, end)
 
 
 def fill(ref: Any, number: float, interpret: Interpreter | None) -> None:
@@ -99,15 +104,17 @@ DONE:
 }}""")(ref)
 
 
-def _inline(*steps: str, after_all: bool = False) -> Any:
-    """A function that does steps in PTX with the address of a ref, perhaps after all threads of a warpgroup came."""
+def _inline(ptx: str) -> Any:
+    """A function that runs PTX on the address of a ref, $0, and perhaps on numbers, $1 and so on."""
 
-    def run(_: Any, ref: Any) -> None:
-        if after_all:
-            mgpu.utils.warpgroup_barrier()
-        for step in steps:
-            address = [mgpu.utils.memref_ptr(ref)] if "$0" in step else []
-            constraints = ",".join(["l"] * len(address) + ["~{memory}"])
-            llvm.inline_asm(ir.Type.parse("!llvm.void"), address, step, constraints, has_side_effects=True)
+    def run(_: Any, ref: Any, *numbers: Any) -> None:
+        values = [mgpu.utils.memref_ptr(ref), *(getattr(x, "registers", x) for x in numbers)]
+        values = [x.item() if hasattr(x, "item") else x for x in values]
+        constraints = ",".join(["l", *["r"] * len(numbers), "~{memory}"])
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), values, ptx, constraints, has_side_effects=True)
 
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(run)
+    def call(ref: Any, *numbers: Any) -> None:
+        types = (plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * len(numbers))
+        plgpu.inline_mgpu(arg_types=types)(run)(ref, *numbers)
+
+    return call

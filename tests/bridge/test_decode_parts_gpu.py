@@ -75,7 +75,7 @@ def test_other_work_beside_it_changes_nothing() -> None:
 def test_parts_that_are_not_waited_for_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     step = new_step([30_000])
     expected = step.attend(step.plan()).clone()
-    monkeypatch.setattr(decode_parts, "wait_and_lower_in_warp", lambda flag, interpret: None)
+    monkeypatch.setattr(decode_parts, "wait_and_lower", lambda *arguments: None)
     forget()
     try:
         plan = dataclasses.replace(step).plan()
