@@ -249,7 +249,7 @@ def page(rows: list[Row]) -> str:
     lines = [
         *head("Host time of calls from PyTorch", "python benchmarks/torch_calls.py --write"),
         f"The least and the most of {RUNS} runs of {CALLS} calls each, without waiting for the GPU in between. An "
-        f"attention call is decode and combine: {NUM_REQS}",
+        f"attention call is one launch: {NUM_REQS}",
         f"requests of {CONTEXT} tokens, {NUM_HEADS} heads on {NUM_KV_HEADS} kv heads of {HEAD_SIZE}, bfloat16.",
         "Where nothing else is said, calls are on the same memory, as an engine's are: those launched natively then "
         "skip Mosaic's launch function.",

@@ -170,7 +170,7 @@ def decode_cut(found: DecodeShapes, num_tokens: int, batch_invariant: bool) -> D
 
 
 def workspace_bytes(found: DecodeShapes, block_table: torch.Tensor, query: torch.Tensor) -> int:
-    """Of what decode leaves to `combine`: the same with and without slopes, sinks and lses."""
+    """Of what decode's CTAs leave to each other: the same with and without slopes, sinks and lses."""
     arguments = decode_arguments(found, block_table, query, None, None)
     calls = lowered_calls(kernel_functions.decode, *arguments, options=found.options, shape=found.shape)
     return offsets_in_workspace(calls)[1]

@@ -186,8 +186,8 @@ def decode(
     Args:
       query: [num_tokens, num_heads, head_size].
       out: a reference to the output [num_tokens, num_heads, v_head_size]; one by request is not cleared.
-      workspace: arrays for the results, of `workspace_types`, whose memory no one uses who may be at work beside this
-        kernel; needed if it overlaps another one.
+      workspace: arrays of `workspace_types`, whose memory no one uses who may be at work beside this kernel; needed if
+        it overlaps another one.
       lse: a reference to [num_tokens, num_heads] float32, to which all rows' natural lses are written, or None.
 
     Returns:
@@ -208,14 +208,13 @@ def decode(
         out=out,
         lse=lse,
     )
-    if workspace is None:
-        workspace = tuple(lax.empty(x.shape, x.dtype) for x in workspace_types(shape, batch.num_reqs))  # type: ignore[assignment]
-    parts, flags, lse_by_request = map(jax.new_ref, workspace)
+    room = workspace or [lax.empty(x.shape, x.dtype) for x in workspace_types(shape, batch.num_reqs)]
+    parts, flags, lse_by_request = map(jax.new_ref, room)
     inputs = inputs._replace(parts=parts, flags=flags, lse_by_request=lse_by_request)
     given = {name: x for name, x in inputs._asdict().items() if x is not None}
     for turn in (None,) if interpret is None else Turn:
         kernel(
-            functools.partial(_allocate, shape, options, interpret, turn, tuple(given)),
+            functools.partial(_allocate, shape, options, interpret, tuple(given), turn=turn),
             out_type=(),
             grid=(shape.head_groups, shape.num_shares),
             grid_names=("head", "share"),
@@ -234,9 +233,9 @@ def _allocate(
     shape: DecodeShape,
     options: AttentionOptions,
     interpret: Interpreter | None,
-    turn: Turn | None,
     names: Sequence[str],
     *refs: Any,
+    turn: Turn | None = None,
 ) -> None:
     """Allocate shared memory and barriers, and start the warpgroups."""
     operands = Operands(**dict(zip(names, refs, strict=True)), turn=turn)

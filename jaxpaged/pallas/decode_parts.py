@@ -34,18 +34,17 @@ def own_share(shape: "DecodeShape") -> Any:
     return shape.num_shares - 1 - lax.axis_index("share")
 
 
-def place_rows(shape: "DecodeShape") -> int | None:
-    """Rows of a part for which a place in the ring of keys has room, if a whole one fits there, else None."""
+def place_rows(shape: "DecodeShape") -> tuple[int, int]:
+    """Rows of a part for which a place in the ring of keys has room, and how many numbers are left over."""
     keys = shape.tiles("key")
-    numbers = keys.tile_rows * keys.chunks * CHUNK * jnp.dtype(keys.dtype).itemsize // 4
-    rows, rest = divmod(numbers, shape.columns)
-    most_copies = 2 * keys.copies  # of scales, too
-    return rows if rest == 0 and most_copies <= shape.part_rows // 8 and shape.part_rows <= rows else None
+    return divmod(keys.tile_rows * keys.chunks * CHUNK * jnp.dtype(keys.dtype).itemsize // 4, shape.columns)
 
 
 def brings_parts(shape: "DecodeShape") -> bool:
-    """Whether others' parts come through the ring of keys."""
-    return place_rows(shape) is not None
+    """Whether others' parts come through the ring of keys: each place has room for one, in as many copies as a tile."""
+    rows, rest = place_rows(shape)
+    most_copies = 2 * shape.tiles("key").copies  # of scales, too
+    return rest == 0 and shape.part_rows <= rows and most_copies <= shape.part_rows // 8
 
 
 def ring_of_keys(shape: "DecodeShape", interpret: Interpreter | None) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def ring_of_keys(shape: "DecodeShape", interpret: Interpreter | None) -> dict[st
     keys: Any = shape.tiles("key").smem(interpret)
     if not brings_parts(shape):
         return {"k": keys, "parts_there": plgpu.Barrier()}
-    parts = plgpu.SMEM((shape.stages, place_rows(shape), shape.columns), jnp.float32)
+    parts = plgpu.SMEM((shape.stages, place_rows(shape)[0], shape.columns), jnp.float32)
     if interpret is not None:  # it takes a read through one view of what another wrote for a fault
         return {"k": keys, "parts": parts}
     return {"k": plgpu.RefUnion(*(keys.refs if isinstance(keys, plgpu.RefUnion) else [keys]), parts)}

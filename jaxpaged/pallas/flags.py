@@ -4,6 +4,7 @@ Seen to work with jax 0.11.2 and 0.12.0. The interpreter runs CTAs one after the
 waits for there has been done.
 """
 
+import math
 import struct
 from typing import Any
 
@@ -77,16 +78,13 @@ def fill(ref: Any, number: float, interpret: Interpreter | None) -> None:
 
     Args:
       ref: to global memory that lies side by side, a multiple of 4 bytes.
-      number: 0 for 16-bit numbers.
+      number: 0 unless the numbers are float32.
     """
     if interpret is not None:
         ref[...] = jnp.full(ref.shape, number, ref.dtype)
         return
-    assert number == 0 or ref.dtype == jnp.float32
     (bits,) = struct.unpack("I", struct.pack("f", number))
-    size = int(jnp.dtype(ref.dtype).itemsize)
-    for n in ref.shape:
-        size *= n
+    size = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
     _inline(f"""{{
   .reg .pred done; .reg .b32 lane, word; .reg .b64 place, end;
   mov.u32 lane, %laneid;

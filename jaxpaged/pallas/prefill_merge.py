@@ -1,4 +1,4 @@
-"""The second step of prefill where tiles were split among CTAs: merge their parts, as `combine.py` does for decode."""
+"""The second step of prefill where tiles were split among CTAs: merge their parts."""
 
 import functools
 from collections.abc import Sequence

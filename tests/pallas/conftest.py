@@ -49,7 +49,9 @@ def traced_shapes(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[Any]:
     """The shapes of a module's kernels that are traced from now on."""
     shapes: list[Any] = []
     allocate = module._allocate
-    monkeypatch.setattr(module, "_allocate", lambda shape, *args: [shapes.append(shape), allocate(shape, *args)][1])
+    monkeypatch.setattr(
+        module, "_allocate", lambda shape, *args, **how: [shapes.append(shape), allocate(shape, *args, **how)][1]
+    )
     return shapes
 
 

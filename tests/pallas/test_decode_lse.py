@@ -33,8 +33,8 @@ def decoded(query: Any, cache: Any, batch: Any, sinks: Any, *, options: Any, lon
 
 @pytest.mark.parametrize(
     ("query_lens", "lens", "heads"),
-    [((1, 1, 1, 0, 1), (700, 20, 0, 5, 64), 4), ((3, 1, 2), (300, 1, 17), 6)],
-    ids=["one token each", "several tokens"],
+    [((1, 1, 1, 0, 1), (700, 20, 0, 5, 64), 4), ((3, 1, 2), (300, 1, 17), 6), ((8, 1, 2), (600, 1, 17), 6)],
+    ids=["one token each", "several tokens", "parts too large for the ring of keys"],
 )
 def test_lses_are_those_of_the_reference(kernels, set_multiprocessors, query_lens, lens, heads):
     set_multiprocessors(8)
