@@ -2,7 +2,8 @@
 
 python benchmarks/attention_gpu.py [--only REGEX] [--json PATH] [--write]
 
-The peers are optional: flash-attn3-jax and ejkernel are packages, vLLM's ops need no more than their own files.
+With --write the cases that were measured take the place of older ones in benchmarks/results. The peers are optional:
+flash-attn3-jax and ejkernel are packages, vLLM's ops need no more than their own files.
 """
 
 import dataclasses
@@ -17,13 +18,14 @@ import typer
 from attention_cases import CASES, Case, bytes_read, memory_bound, operations
 from attention_measure import Job, measure
 from attention_process import measure_all
-from attention_results import OURS, Report, as_json, from_json, joined
-from attention_table import PEERS, markdown, print_table, render
+from attention_results import OURS, Report, as_json, from_json, joined, renewed
+from attention_table import PEERS, Source, markdown, print_table, render
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+PAGE, RUNS = RESULTS / "attention_gpu.md", RESULTS / "attention_gpu.json"
 
 
 def main(
@@ -31,11 +33,9 @@ def main(
     peers: Annotated[str, typer.Option(help="Peers to measure, of: " + ", ".join(PEERS))] = ",".join(PEERS),
     rounds: Annotated[int, typer.Option(help="Measured calls of each implementation.")] = 20,
     implementation: Annotated[str, typer.Option(help="Which of ours.")] = "mosaic_gpu",
-    write: Annotated[bool, typer.Option("--write", help="Write the table to benchmarks/results.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Put the cases into the table in benchmarks/results.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here, after each case.")] = None,
-    load: Annotated[
-        list[Path] | None, typer.Option(help="Measure nothing: show what --json wrote, of any runs.")
-    ] = None,
+    load: Annotated[Path | None, typer.Option(help="Measure nothing: take what --json wrote.")] = None,
     log: Annotated[Path | None, typer.Option(help="File for what the measuring process prints.")] = None,
     minutes: Annotated[float, typer.Option(help="Leave out the cases that aren't done by then.")] = 9.0,
     case_seconds: Annotated[float, typer.Option(help="After so long without a result a case has hung.")] = 120.0,
@@ -50,10 +50,9 @@ def main(
         _list(cases)
         return
     command = _command()
-    if load:
-        runs = [json.loads(path.read_text(encoding="utf-8")) for path in load]
-        report = joined([from_json(run) for run in runs])
-        command = " and ".join(" ".join(run["command"]) for run in runs).split(" ")
+    if load is not None:
+        run = json.loads(load.read_text(encoding="utf-8"))
+        report, command = from_json(run), run["command"]
     else:
         names = tuple(name for name in PEERS if name in peers.split(","))
         job = Job(cases, names, rounds, implementation, "cuda", tuple(profiler.split(",")))
@@ -69,15 +68,29 @@ def main(
             )
         if json_path is not None:
             _dump(report, json_path, command)
-    names = tuple(name for name in PEERS if any(name in row.results for row in report.rows))
-    table = render(report, names)
-    print_table(table, report, kernels)
+    print_table(render(report), report, kernels)
     if write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "attention_gpu.md").write_text(markdown(table, report, command), encoding="utf-8")
+        _write(report, command)
     ours = [row.results[OURS] for row in report.rows]
     if not ours or any(not result.right or "WRONG" in result.reason for result in ours):
         raise typer.Exit(1)
+
+
+def _write(report: Report, command: list[str]) -> None:
+    """Put a run's cases in the place of older ones, in the numbers that are kept and in the page made of them."""
+    RESULTS.mkdir(exist_ok=True)
+    older = json.loads(RUNS.read_text(encoding="utf-8")) if RUNS.exists() else []
+    runs = renewed(older, as_json(report, command))
+    RUNS.write_text(json.dumps(runs, separators=(",", ":")) + "\n", encoding="utf-8")
+    reports = [from_json(run) for run in runs]
+    whole = joined(reports)
+    order = {case.name: i for i, case in enumerate(CASES)}
+    whole.rows.sort(key=lambda row: order[row.case])
+    sources = [
+        Source(report.machine.get("date", "unknown"), len(report.rows), run["command"])
+        for report, run in zip(reports, runs, strict=True)
+    ]
+    PAGE.write_text(markdown(render(whole), whole, sources), encoding="utf-8")
 
 
 def _command() -> list[str]:

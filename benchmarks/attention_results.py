@@ -93,6 +93,13 @@ def from_json(data: Mapping[str, Any]) -> Report:
     return Report(dict(data["machine"]), ceilings, rows, list(data["notes"]))
 
 
+def renewed(runs: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Runs as JSON, the new one first, the others without the cases that it measured, as long as some are left."""
+    measured = {row["case"] for row in new["rows"]}
+    older = [{**run, "rows": [row for row in run["rows"] if row["case"] not in measured]} for run in runs]
+    return [dict(new), *(run for run in older if run["rows"])]
+
+
 def not_measured(case: str) -> str:
     """What a report notes of a case that a run left out."""
     return f"{case}: not measured"
@@ -101,12 +108,15 @@ def not_measured(case: str) -> str:
 def joined(reports: Sequence[Report]) -> Report:
     """The rows of several runs on one kind of machine, with the ceilings of the first.
 
+    A peer may be missing in some of them.
+
     Raises:
       ValueError: the machines or versions differ, or a case is in two of them.
     """
     first = reports[0]
     for report in reports[1:]:
         different = {k for k in first.machine | report.machine if first.machine.get(k) != report.machine.get(k)}
+        different -= {k for k in different if "none" in (first.machine.get(k), report.machine.get(k))}
         if different - {"date"}:
             raise ValueError(f"reports: expected runs on one kind of machine, got other {', '.join(sorted(different))}")
     rows = [row for report in reports for row in report.rows]

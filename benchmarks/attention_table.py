@@ -71,8 +71,18 @@ class Rendered:
     notes: list[str]
 
 
-def render(report: Report, names: tuple[str, ...]) -> Rendered:
-    """The table of a report with the peers named."""
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A run that cases of a table were measured in."""
+
+    date: str
+    cases: int
+    command: Sequence[str]
+
+
+def render(report: Report) -> Rendered:
+    """The table of a report, with the peers that were measured."""
+    names = tuple(name for name in PEERS if any(name in row.results for row in report.rows))
     rows = {row.case: row for row in report.rows}
     by_name = {case.name: case for case in CASES}
     cells, notes = [], list(report.notes)
@@ -193,17 +203,16 @@ def print_table(rendered: Rendered, report: Report, kernels: bool) -> None:
     console.print(table)
 
 
-def markdown(rendered: Rendered, report: Report, command: Sequence[str]) -> str:
-    """A table with how it was measured."""
+def markdown(rendered: Rendered, report: Report, sources: Sequence[Source]) -> str:
+    """A table with how it was measured, the newest of its sources first."""
     lines = [
         "# Attention on the GPU",
         "",
-        f"- Date: {report.machine.get('date', 'unknown')}",
+        *(f"- {source.date}, {source.cases} cases: `{' '.join(source.command)}`" for source in sources),
         f"- GPU: {gpu_of(report.machine)}",
         f"- Versions: {versions_of(report.machine)}",
-        f"- Command: `{' '.join(command)}`",
-        f"- In the same run: {_ceilings_text(report)}. Percentages and targets are of the read ceiling; the paged one "
-        f"is of the keys and values of {PAGED_READS.name}, each block and head by itself, through the block table.",
+        f"- In the first of these runs: {_ceilings_text(report)}. Percentages and targets are of the read ceiling; the "
+        f"paged one is of the keys and values of {PAGED_READS.name}, each block and head by itself, through the block table.",
         "- bfloat16, 32 query heads, 8 kv heads of 128, block size 16, causal, unless the case says otherwise; blocks "
         "in random order.",
         "- µs: time during which kernels of one call ran, by CUPTI; median of the rounds, the implementations in "

@@ -167,7 +167,8 @@ def test_targets_are_of_the_layer_and_the_plan():
     assert not table.reached(cases.Target(1.07, cases.FLASH), decode, by_name, report)
     assert table.reached(planned.targets[0], planned, by_name, report)
     assert results.from_json(results.as_json(report, ["python"])).rows == rows
-    text = table.markdown(table.render(report, (cases.FLASH,)), report, ["python"])
+    text = table.markdown(table.render(report), report, [table.Source("2026-01-01", 2, ["python", "x.py"])])
+    assert "- 2026-01-01, 2 cases: `python x.py`" in text
     assert "| decode 64x4096 | 100.0 | 250.0 | 350.0 |" in text
     assert "Plan of 64 mixed requests with 8192 new tokens: 250.0 µs of the device and 0 of the host" in text
 
@@ -181,7 +182,20 @@ def test_runs_are_joined_if_they_are_of_one_machine():
     whole = results.joined([run("a", GPU="H200", date="1"), run("b", GPU="H200", date="2")])
     assert [row.case for row in whole.rows] == ["a", "b"]
     assert whole.machine == {"GPU": "H200", "date": "1"} and whole.notes == ["slow", "c: not measured"]
+    assert results.joined([run("a", ejkernel="none"), run("b", ejkernel="1")]).machine == {"ejkernel": "none"}
     with pytest.raises(ValueError, match="other GPU"):
         results.joined([run("a", GPU="H200"), run("b", GPU="H100")])
     with pytest.raises(ValueError, match="twice: a"):
         results.joined([run("a"), run("a")])
+
+
+def test_cases_that_are_measured_anew_take_the_place_of_older_ones():
+    def run(command, *names):
+        rows = [results.Row(name, {"jaxpaged": results.Result(microseconds=len(command))}, 1.0) for name in names]
+        return results.as_json(results.Report({}, None, rows), [command])
+
+    runs = results.renewed([run("second", "a", "b"), run("first", "c")], run("newest", "b", "c"))
+    assert [(x["command"], [row["case"] for row in x["rows"]]) for x in runs] == [
+        (["newest"], ["b", "c"]),
+        (["second"], ["a"]),
+    ]
