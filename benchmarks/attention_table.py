@@ -212,7 +212,7 @@ def markdown(rendered: Rendered, report: Report, sources: Sequence[Source]) -> s
         f"- GPU: {gpu_of(report.machine)}",
         f"- Versions: {versions_of(report.machine)}",
         f"- In the first of these runs: {_ceilings_text(report)}. Percentages and targets are of the read ceiling; the "
-        f"paged one is of the keys and values of {PAGED_READS.name}, each block and head by itself, through the block table.",
+        f"paged one is of the keys and values of {PAGED_READS.name}, each block and head by itself, through the table.",
         "- bfloat16, 32 query heads, 8 kv heads of 128, block size 16, causal, unless the case says otherwise; blocks "
         "in random order.",
         "- µs: time during which kernels of one call ran, by CUPTI; median of the rounds, the implementations in "

@@ -52,6 +52,8 @@ BOUNDS = {
     DECODE + NATIVE: (EMPTY_TRITON, 1.0),
     DIRECT_WRITE: (ADD, 1.1),
     DIRECT_DECODE: (EMPTY_TRITON, 1.0),
+    DIRECT_WRITE + NATIVE: (ADD, 1.1),
+    DIRECT_DECODE + NATIVE: (EMPTY_TRITON, 1.0),
 }
 """What is to be reached: at most so many times another call's time."""
 
@@ -269,8 +271,8 @@ def main(
         rows = measure(torch_calls() | triton_calls(x) | our_calls(x))
         rows += measure(launches_alone())
         native.launch_natively()
-        calls = {name: call for name, call in our_calls(x).items() if "reshape" in name or ".decode" in name}
-        natively = {name + NATIVE: call for name, call in calls.items() if "dispatcher" not in name}
+        calls = {name: call for name, call in our_calls(x).items() if "reshape" in name or "decode, " in name}
+        natively = {name + NATIVE: call for name, call in calls.items() if "plan" not in name}
         natively |= {name + NATIVE + ELSEWHERE: call for name, call in calls_elsewhere(x).items()}
         rows += measure(natively)
     table = Table(*HEADER, box=SIMPLE_HEAD)

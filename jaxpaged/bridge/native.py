@@ -51,7 +51,7 @@ def launch_natively() -> None:
             function = torch_ops.release_on_gpu(name)
             served = module.Served("jaxpaged", name, "CUDA", *addresses, function, launches)
             _served[name] = served
-            torch_ops.serving[name] = getattr(torch.ops.jaxpaged, name).default
+            torch_ops.serving[name] = served.call
             forget_with_writers(served.forget)
 
 

@@ -1,5 +1,6 @@
 """Operators in C++: the first call of its kind is Python's, the next launch the same; kernels are recorded, not run."""
 
+import copy
 import ctypes
 import os
 import threading
@@ -104,6 +105,18 @@ class Operators:
         self.write = getattr(torch.ops, NAMESPACE).reshape_and_cache
         self.decode = getattr(torch.ops, NAMESPACE).decode
 
+    def without_the_dispatcher(self) -> "Operators":
+        """The same, called as `direct.py` does."""
+        names = [argument.name for argument in self.decode.default._schema.arguments]
+
+        def decode(**given: Any) -> None:
+            last = max(names.index(name) for name in given)
+            self.served["decode"].call(*(given.get(name) for name in names[: last + 1]))
+
+        found = copy.copy(self)
+        found.write, found.decode = self.served["reshape_and_cache"].call, decode
+        return found
+
     def _counted(self, function: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
             self.python_calls += 1
@@ -163,9 +176,17 @@ WRITES: dict[str, Callable[[], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
+DOORS: dict[str, Callable[[Operators], Operators]] = {
+    "dispatcher": lambda operators: operators,
+    "direct": Operators.without_the_dispatcher,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("operators", [(0, 11), (0, 12)], ids=["jax 0.11", "jax 0.12"], indirect=True)
 @pytest.mark.parametrize("name", WRITES)
-def test_a_write_like_an_earlier_one_is_launched_without_python(operators: Operators, name: str) -> None:
+def test_a_write_like_an_earlier_one_is_launched_without_python(operators: Operators, name: str, door: str) -> None:
+    made, operators = operators, DOORS[door](operators)
     first, second = WRITES[name](), WRITES[name]()
     operators.write(*first)
     by_python, by_cpp = operators.launched()
@@ -176,7 +197,7 @@ def test_a_write_like_an_earlier_one_is_launched_without_python(operators: Opera
     by_python, _ = operators.launched()
     operators.write(*second)
     assert operators.launched() == ([], by_python)
-    assert operators.python_calls == 1
+    assert made.python_calls == 1
 
 
 DECODES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -194,8 +215,10 @@ DECODES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", DECODES)
-def test_a_decode_like_an_earlier_one_is_launched_without_python(operators: Operators, name: str) -> None:
+def test_a_decode_like_an_earlier_one_is_launched_without_python(operators: Operators, name: str, door: str) -> None:
+    made, operators = operators, DOORS[door](operators)
     first, second = DECODES[name](), DECODES[name]()
     operators.launched()
     operators.decode(**first)
@@ -208,24 +231,28 @@ def test_a_decode_like_an_earlier_one_is_launched_without_python(operators: Oper
     by_python, _ = operators.launched()
     operators.decode(**second)
     assert operators.launched() == ([], by_python)
-    assert operators.python_calls == 1
+    assert made.python_calls == 1
 
 
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", [name for name in BAD_WRITES if "device" not in name])
-def test_what_does_not_fit_is_refused_after_a_call_too(operators: Operators, name: str) -> None:
+def test_what_does_not_fit_is_refused_after_a_call_too(operators: Operators, name: str, door: str) -> None:
+    operators = DOORS[door](operators)
     error, words, given = BAD_WRITES[name]
     names = ("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype", "k_scale", "v_scale")
     arguments = dict(zip(names, write_arguments(), strict=True))
     for _ in range(2):
-        operators.write(**arguments)
+        operators.write(*arguments.values())
     operators.launched()
     with pytest.raises(error, match=words):
-        operators.write(**{**arguments, **given})
+        operators.write(*{**arguments, **given}.values())
     assert operators.launched() == ([], [])
 
 
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", [name for name in BAD_DECODES if "device" not in name])
-def test_what_does_not_fit_decode_is_refused_after_a_call_too(operators: Operators, name: str) -> None:
+def test_what_does_not_fit_decode_is_refused_after_a_call_too(operators: Operators, name: str, door: str) -> None:
+    operators = DOORS[door](operators)
     error, words, given = BAD_DECODES[name]
     arguments = decode_arguments()
     for _ in range(2):
@@ -400,3 +427,30 @@ def test_direct_functions_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = write_arguments()
     direct.reshape_and_cache(*arguments)
     assert called == [arguments]
+
+
+def test_both_doors_share_what_was_found(operators: Operators) -> None:
+    """Numbers and tensors are told apart alike, and what is left out at the end is None."""
+    arguments, direct_doors = decode_arguments(), operators.without_the_dispatcher()
+    operators.launched()
+    operators.decode(**arguments)
+    by_python, _ = operators.launched()
+    direct_doors.decode(**arguments)
+    assert operators.launched() == ([], by_python)
+    assert operators.python_calls == 1
+
+
+@pytest.mark.parametrize("wrong", [(), (1, 2), ({},) * 8, (None,) * 9])
+def test_what_is_no_call_is_pythons_to_refuse(operators: Operators, wrong: Any) -> None:
+    for _ in range(2):
+        with pytest.raises((TypeError, AttributeError, ValueError)):
+            operators.served["reshape_and_cache"].call(*wrong)
+    assert operators.launched() == ([], [])
+
+
+def test_a_function_outlives_what_made_it(operators: Operators) -> None:
+    arguments, call = write_arguments(), operators.served["reshape_and_cache"].call
+    call(*arguments)
+    operators.served.clear()
+    call(*arguments)
+    assert [len(launches) for launches in operators.launched()] == [1, 1]
