@@ -4,7 +4,8 @@ PyTorch's dispatcher takes 1 µs to get to an operator in C++, and 2 more to han
 then needs as long as a launch to look at them. So for tensors like those of an earlier call `launcher.cpp` launches
 what that call did; whatever is new, and whatever is refused, is Python's. Launches on the same memory again are the
 driver's alone, without Mosaic's launch function: `replays.h`. Called without PyTorch's dispatcher, as by `direct.py`,
-they are spared what that makes of arguments: a write takes 0.6 µs beside its launch and not 2.4, decode 1.6 and not 5.1.
+they are spared what that makes of arguments: beside its launch a write takes 0.6 µs and not 2.4, decode 1.6 and not
+5.1.
 """
 
 import ctypes
