@@ -208,14 +208,16 @@ def decode(
         out=out,
         lse=lse,
     )
-    room = workspace or [lax.empty(x.shape, x.dtype) for x in workspace_types(shape, batch.num_reqs)]
-    parts, flags, lse_by_request = map(jax.new_ref, room)
-    inputs = inputs._replace(parts=parts, flags=flags, lse_by_request=lse_by_request)
     given = {name: x for name, x in inputs._asdict().items() if x is not None}
+    results, types = ("parts", "flags", "lse_by_request"), workspace_types(shape, batch.num_reqs)
+    if workspace is None and interpret is not None:  # one turn leaves it to the next
+        parts, flags, lses = (lax.empty(x.shape, x.dtype) for x in types)
+        workspace = parts, flags, lses
+    refs = [] if workspace is None else [jax.new_ref(x) for x in workspace]
     for turn in (None,) if interpret is None else Turn:
-        kernel(
-            functools.partial(_allocate, shape, options, interpret, tuple(given), turn=turn),
-            out_type=(),
+        made: Any = kernel(
+            functools.partial(_allocate, shape, options, interpret, (*given, *results), turn=turn),
+            out_type=types if workspace is None else (),
             grid=(shape.head_groups, shape.num_shares),
             grid_names=("head", "share"),
             num_threads=shape.warpgroups + 1,
@@ -225,8 +227,8 @@ def decode(
             ),
             interpret=interpret,
             kernel_name="paged_decode",
-        )(*given.values())
-    return jax.freeze(lse_by_request)
+        )(*given.values(), *refs)
+    return made[-1] if workspace is None else jax.freeze(refs[-1])
 
 
 def _allocate(

@@ -253,11 +253,11 @@ def test_a_step_goes_by_the_plans_memory(recorder: Recorder) -> None:
     ((_, decode),) = recorder.launches[1:]
     read = address(requests, shares, table, query, k_cache, v_cache, sinks, out)
     assert decode[: len(read)] == read
-    parts = decode[len(read) : len(read) + 3]
+    parts = decode[len(read) : -1]
     base = workspace.data_ptr()
     assert parts[0] == base
     assert [x % 256 for x in parts] == [base % 256] * 3
-    assert decode[len(read) + 3 :] == (out.data_ptr(), *parts)
+    assert decode[-1] == out.data_ptr()
 
 
 def decode_arguments(cache: Any = None, max_query_len: int = 1, **scales: Any) -> dict[str, Any]:
@@ -389,9 +389,8 @@ def test_lses_are_written_to_memory_of_the_callers(recorder: Recorder) -> None:
     recorder.launches.clear()
     decode_on_gpu(**{**arguments, "sinks": sinks}, lse=lse)
     ((_, decode),) = recorder.launches
-    own = decode[-3:]
     written = address(arguments["out"], lse)
-    assert decode[-10:] == (*written, *own, *written, *own)
+    assert decode[-7:-5] == decode[-2:] == written
     assert sinks.data_ptr() in decode
 
 
