@@ -1,0 +1,48 @@
+"""What ptxas says of kernels, on a machine without a GPU."""
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PTXAS = """
+ptxas info    : Compiling entry function 'paged_prefill_mosaic_gpu_kernel' for 'sm_90a'
+ptxas         .     16 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 17 bytes smem
+ptxas info    : Compiling entry function 'paged_decode_mosaic_gpu_kernel' for 'sm_90a'
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 96 registers, used 16 barriers, 1 bytes smem
+"""
+
+
+@pytest.fixture(scope="module")
+def registers():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("registers", ROOT / "benchmarks" / "registers.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_kernels_are_read_in_order(registers):
+    assert registers.kernels(PTXAS) == [("paged_prefill", 168, 16), ("paged_decode", 96, 0)]
+
+
+def test_each_kernel_of_a_case_is_found(registers):
+    cases = {case.name: case for case in registers.CASES}
+    expected = {"decode 64x4096": 1, "decode 64 shared 4096+256": 2, "mixed chunk + 63 decodes": 2}
+    assert {name: len(registers.modules(cases[name])) for name in expected} == expected
+
+
+def test_kernels_are_compiled_where_jax_has_its_plugin(registers):
+    if not any(importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")):
+        pytest.skip("needs JAX's CUDA plugin")
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    (found,) = registers.kernels(registers.compiled("^decode 64x4096$"))
+    assert found.name == "paged_decode"
+    assert 64 <= found.registers <= 128 and found.spilled == 0
