@@ -214,8 +214,9 @@ def decode(
         parts, flags, lses = (lax.empty(x.shape, x.dtype) for x in types)
         workspace = parts, flags, lses
     refs = [] if workspace is None else [jax.new_ref(x) for x in workspace]
-    for turn in (None,) if interpret is None else Turn:
-        made: Any = kernel(
+
+    def run(turn: Turn | None = None) -> Any:
+        return kernel(
             functools.partial(_allocate, shape, options, interpret, (*given, *results), turn=turn),
             out_type=types if workspace is None else (),
             grid=(shape.head_groups, shape.num_shares),
@@ -228,7 +229,13 @@ def decode(
             interpret=interpret,
             kernel_name="paged_decode",
         )(*given.values(), *refs)
-    return made[-1] if workspace is None else jax.freeze(refs[-1])
+
+    if interpret is None:
+        made = run()
+        return made[-1] if workspace is None else jax.freeze(refs[-1])
+    lax.cond(jnp.any(plan.in_parts()), lambda: tuple(run(Turn.GOING_ON)), tuple)
+    run(Turn.BEGINNING)
+    return jax.freeze(refs[-1])
 
 
 def _allocate(

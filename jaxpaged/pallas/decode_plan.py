@@ -35,6 +35,11 @@ class DecodePlan(NamedTuple):
     kept_tiles: Any = None
     """[num_reqs * most tiles] int32, the tiles of which a mask function keeps something, if some may be skipped."""
 
+    def in_parts(self) -> Any:
+        """[num_reqs + 1] bool: requests that lie in several shares."""
+        requests = self.requests
+        return (requests[:, TILES] > 0) & (requests[:, FIRST_SHARE] < requests[:, LAST_SHARE])
+
 
 def plan_decode(
     cache: KVCache,
