@@ -178,7 +178,7 @@ def decode(
     shape: DecodeShape,
     out: Any,
     interpret: Interpreter | None,
-    workspace: tuple[Any, Any, Any] | None = None,
+    workspace: Sequence[Any] | None = None,
     lse: Any = None,
 ) -> Any:
     """Write the rows of requests to `out`, and 0 to rows that attend to nothing.
@@ -211,8 +211,7 @@ def decode(
     given = {name: x for name, x in inputs._asdict().items() if x is not None}
     results, types = ("parts", "flags", "lse_by_request"), workspace_types(shape, batch.num_reqs)
     if workspace is None and interpret is not None:  # one turn leaves it to the next
-        parts, flags, lses = (lax.empty(x.shape, x.dtype) for x in types)
-        workspace = parts, flags, lses
+        workspace = [lax.empty(x.shape, x.dtype) for x in types]
     refs = [] if workspace is None else [jax.new_ref(x) for x in workspace]
 
     def run(turn: Turn | None = None) -> Any:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.pallas.decode_teams import BY_ROW, Merged, first_own
+from jaxpaged.pallas.decode_teams import BY_ROW, Merged, first_own, joined, load_values
 from jaxpaged.pallas.flags import raise_flag, wait_and_lower
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.paged_tiles import CHUNK
@@ -126,12 +126,12 @@ def take_up(
         if brings_parts(shape):
             slot = lax.rem(before + part, jnp.int32(shape.stages))
             plgpu.barrier_wait(memory.k_full.at[slot])
-            taken = _load(shape, memory.parts.at[slot])
+            lse, acc = _load(shape, memory.parts.at[slot])
             plgpu.commit_smem()  # threads have read what TMA may write to
             plgpu.barrier_arrive(memory.k_empty.at[slot])
         else:
-            taken = _load(shape, operands.parts.at[own_share(shape) + 1 + part, lax.axis_index("head")])
-        return _with(state, *taken)
+            lse, acc = _load(shape, operands.parts.at[own_share(shape) + 1 + part, lax.axis_index("head")])
+        return joined(state, lse, 1.0, acc)  # a part was divided by its sum
 
     if not brings_parts(shape):
         pl.when(piece.others > 0)(lambda: plgpu.barrier_wait(memory.parts_there))
@@ -143,30 +143,15 @@ def leave_part(
     shape: "DecodeShape", operands: "Operands", memory: "Memory", lse: Any, interpret: Interpreter | None
 ) -> None:
     """Send this share's part, whose output and lses are in shared memory, and say when it is there."""
-    place = own_share(shape), lax.axis_index("head")
-    part = operands.parts.at[place]
+    share, head = own_share(shape), lax.axis_index("head")
+    part = operands.parts.at[share, head]
     plgpu.copy_smem_to_gmem(memory.o[1], part.at[pl.ds(0, shape.padded_v_size), :])
     plgpu.copy_smem_to_gmem(lse, part.at[shape.padded_v_size])
     plgpu.wait_smem_to_gmem(0)
-    raise_flag(operands.flags.at[lax.axis_index("head"), own_share(shape)], interpret)
+    raise_flag(operands.flags.at[head, share], interpret)
 
 
 def _load(shape: "DecodeShape", part: Any) -> tuple[Any, list[Any]]:
-    """A part's lses and output, by pieces of the head."""
+    """A part's lses and output."""
     lse = plgpu.load(part.at[shape.padded_v_size], layout=BY_ROW, optimized=False)
-    sizes = shape.tiles("value").part_sizes
-    rows = [pl.ds(c * CHUNK, size) for c, size in enumerate(sizes)]
-    return lse, [plgpu.load(part.at[r, :], layout=plgpu.Layout.WGMMA, optimized=False) for r in rows]
-
-
-def _with(state: Merged, lse: Any, out: list[Any]) -> Merged:
-    """A state with a part that was divided by its sum."""
-    peak = jnp.maximum(state.peak, lse)
-    # Where no part has attended to anything, any finite shift does.
-    shift = jnp.where(peak == -jnp.inf, 0.0, peak)
-    ours, theirs = jnp.exp2(state.peak - shift), jnp.exp2(lse - shift)
-    acc = []
-    for a, b in zip(state.acc, out, strict=True):
-        ours_of, theirs_of = (lax.broadcast_in_dim(x, a.shape, [1]) for x in (ours, theirs))
-        acc.append(a * ours_of + b * theirs_of)
-    return Merged(peak, state.total * ours + theirs, tuple(acc))
+    return lse, list(load_values(shape, part))

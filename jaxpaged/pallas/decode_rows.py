@@ -18,7 +18,7 @@ from jaxpaged.pallas.eight_bits import scale_of_head
 from jaxpaged.pallas.flags import fill
 from jaxpaged.pallas.matmul import transposed
 from jaxpaged.pallas.mosaic import Interpreter, store
-from jaxpaged.pallas.paged_tiles import CHUNK, send_rows
+from jaxpaged.pallas.paged_tiles import send_rows
 from jaxpaged.pallas.prefill_rows import row_requests
 from jaxpaged.pallas.scores import LN2, normalized, with_sink
 
@@ -75,11 +75,8 @@ def store_piece(
 
 def _weighted(shape: DecodeShape, state: Merged, factor: Any) -> list[tuple[Any, Any]]:
     """Rows of the transposed output, and what it is there."""
-    sizes = shape.tiles("value").part_sizes
-    return [
-        (pl.ds(c * CHUNK, size), a * lax.broadcast_in_dim(factor, a.shape, [1]))
-        for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True))
-    ]
+    weighted = [a * lax.broadcast_in_dim(factor, a.shape, [1]) for a in state.acc]
+    return list(zip(shape.value_rows, weighted, strict=True))
 
 
 def _send_output(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES
 from jaxpaged.metadata.layout import CacheDims, KVLayout
@@ -120,6 +121,11 @@ class DecodeShape:
     @property
     def padded_v_size(self) -> int:
         return self.tiles("value").chunks * CHUNK
+
+    @property
+    def value_rows(self) -> list[Any]:
+        """Rows of the output, transposed, in the pieces that it lies in registers in."""
+        return [pl.ds(c * CHUNK, size) for c, size in enumerate(self.tiles("value").part_sizes)]
 
     @property
     def part_rows(self) -> int:

@@ -6,6 +6,7 @@ time: with more of them a multiprocessor has more to do meanwhile. Two CTAs do t
 registers for it.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.pallas.fragments import reduced
 from jaxpaged.pallas.mosaic import Interpreter, store
-from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.ranges import Loop, ceil_div
 
 if TYPE_CHECKING:
@@ -90,29 +90,37 @@ def hand_over(shape: "DecodeShape", memory: "Memory", wg: Any, pieces: Any, stat
     pl.when(pieces > 0)(lambda: plgpu.barrier_wait(memory.taken))
     store(memory.handed_stats.at[mine, PEAK], state.peak)
     store(memory.handed_stats.at[mine, TOTAL], state.total)
-    for c, (a, size) in enumerate(zip(state.acc, shape.tiles("value").part_sizes, strict=True)):
-        store(memory.handed.at[mine, pl.ds(c * CHUNK, size), :], a)
+    for rows, a in zip(shape.value_rows, state.acc, strict=True):
+        store(memory.handed.at[mine, rows, :], a)
     plgpu.barrier_arrive(memory.handed_over.at[mine])
 
 
 def merge(shape: "DecodeShape", memory: "Memory", state: Merged) -> Merged:
     """The first warpgroup's state with those of the others."""
-    sizes = shape.tiles("value").part_sizes
     for other in range(shape.warpgroups - 1):
         plgpu.barrier_wait(memory.handed_over.at[other])
         peak, total = (
             plgpu.load(memory.handed_stats.at[other, row], layout=BY_ROW, optimized=False) for row in (PEAK, TOTAL)
         )
-        highest = jnp.maximum(state.peak, peak)
-        shift = jnp.where(highest == -jnp.inf, 0.0, highest)
-        ours, theirs = jnp.exp2(state.peak - shift), jnp.exp2(peak - shift)
-        acc = []
-        for c, (a, size) in enumerate(zip(state.acc, sizes, strict=True)):
-            b = plgpu.load(
-                memory.handed.at[other, pl.ds(c * CHUNK, size), :], layout=plgpu.Layout.WGMMA, optimized=False
-            )
-            ours_of, theirs_of = (lax.broadcast_in_dim(x, a.shape, [1]) for x in (ours, theirs))
-            acc.append(a * ours_of + b * theirs_of)
-        state = Merged(highest, state.total * ours + total * theirs, tuple(acc))
+        state = joined(state, peak, total, load_values(shape, memory.handed.at[other]))
     plgpu.barrier_arrive(memory.taken)
     return state
+
+
+def load_values(shape: "DecodeShape", ref: Any) -> Iterator[Any]:
+    """The output, transposed, that lies in the first rows of some memory, in the pieces of `Merged.acc`."""
+    for rows in shape.value_rows:
+        yield plgpu.load(ref.at[rows, :], layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def joined(state: Merged, peak: Any, total: Any, acc: Iterable[Any]) -> Merged:
+    """A state with another one, of which `acc` are the pieces."""
+    highest = jnp.maximum(state.peak, peak)
+    # Where neither has attended to anything, any finite shift does.
+    shift = jnp.where(highest == -jnp.inf, 0.0, highest)
+    ours, theirs = jnp.exp2(state.peak - shift), jnp.exp2(peak - shift)
+    both = []
+    for a, b in zip(state.acc, acc, strict=True):
+        ours_of, theirs_of = (lax.broadcast_in_dim(x, a.shape, [1]) for x in (ours, theirs))
+        both.append(a * ours_of + b * theirs_of)
+    return Merged(highest, state.total * ours + total * theirs, tuple(both))
