@@ -2,7 +2,6 @@
 
 import importlib.util
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,8 @@ ptxas info    : Used 96 registers, used 16 barriers, 1 bytes smem
 
 
 @pytest.fixture(scope="module")
-def registers():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location("registers", ROOT / "benchmarks" / "registers.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(ROOT / "benchmarks"))
+def registers(load_benchmark):
+    return load_benchmark("registers")
 
 
 def test_kernels_are_read_in_order(registers):

@@ -1,6 +1,5 @@
 """Copies of the package under other names, for benchmarks of revisions side by side."""
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -14,13 +13,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def revisions():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location("attention_revisions", ROOT / "benchmarks" / "attention_revisions.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(ROOT / "benchmarks"))
+def revisions(load_benchmark):
+    return load_benchmark("attention_revisions")
 
 
 def copied(revisions, *arguments):

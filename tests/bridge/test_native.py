@@ -337,16 +337,14 @@ def test_another_current_device_is_left_to_python(operators: Operators) -> None:
     assert operators.python_calls == 2
 
 
-def test_threads_launch_at_one_time(operators: Operators) -> None:
-    calls = [write_arguments(n) for n in (8, 16, 32, 64)]
+def at_one_time(step: Callable[[int, int], None]) -> None:
+    """Take 200 steps in each of three threads, a step being given its number and one of its call."""
     errors: list[Exception] = []
 
     def run(seed: int) -> None:
         try:
             for i in range(200):
-                operators.write(*calls[(i * seed + i // 7) % 4])
-                if i % 50 == 0:
-                    operators.served["reshape_and_cache"].forget()
+                step(i, (i * seed + i // 7) % 4)
         except Exception as error:  # shown below
             errors.append(error)
 
@@ -357,6 +355,17 @@ def test_threads_launch_at_one_time(operators: Operators) -> None:
         thread.join(60)
         assert not thread.is_alive()
     assert errors == []
+
+
+def test_threads_launch_at_one_time(operators: Operators) -> None:
+    calls = [write_arguments(n) for n in (8, 16, 32, 64)]
+
+    def step(i: int, call: int) -> None:
+        operators.write(*calls[call])
+        if i % 50 == 0:
+            operators.served["reshape_and_cache"].forget()
+
+    at_one_time(step)
     by_python, by_cpp = operators.launched()
     assert len(by_python) + len(by_cpp) == 600
     starts = {address(*arguments[:2]): arguments for arguments in calls}

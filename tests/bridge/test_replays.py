@@ -1,7 +1,6 @@
 """Launches on the same memory go to the driver from the third on, as Mosaic gave them to it; needs no GPU."""
 
 import ctypes
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +24,7 @@ from fake_driver import (
     parameters,
 )
 from test_launch import STREAM, Recorder, caches, decode_arguments, recorder
-from test_native import NativeRecorder, Operators, launcher, write_arguments
+from test_native import NativeRecorder, Operators, at_one_time, launcher, write_arguments
 
 from jaxpaged.bridge import launch, mosaic_abi, write_calls
 
@@ -116,7 +115,7 @@ def test_a_decodes_kernels_are_replayed_each(operators: Replayed) -> None:
     assert [(x.function, x.parameters) for x in operators.driver.launches] == twice
     operators.decode(**{**arguments, **dict(zip(("key_cache", "value_cache"), caches(), strict=True))})
     _, by_cpp = operators.launched()
-    assert len(by_cpp) == 1  # `combine` reads no cache
+    assert len(by_cpp) == 1
 
 
 def test_other_memory_is_mosaics(operators: Replayed) -> None:
@@ -276,26 +275,14 @@ def test_no_more_than_so_many_first_launches_are_remembered(operators: Replayed)
 def test_threads_replay_at_one_time(operators: Replayed) -> None:
     calls = [write_arguments(n) for n in (8, 8, 16, 32)]
     made: list[int] = []
-    errors: list[Exception] = []
 
-    def run(seed: int) -> None:
-        try:
-            for i in range(200):
-                arguments = calls[(i * seed + i // 7) % 4]
-                operators.write(*arguments)
-                made.append(arguments[0].data_ptr())
-                if i % 50 == 49:
-                    operators.served["reshape_and_cache"].forget()
-        except Exception as error:  # shown below
-            errors.append(error)
+    def step(i: int, call: int) -> None:
+        operators.write(*calls[call])
+        made.append(calls[call][0].data_ptr())
+        if i % 50 == 49:
+            operators.served["reshape_and_cache"].forget()
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert errors == []
+    at_one_time(step)
     by_python, by_cpp = operators.launched()
     launches = operators.driver.launches
     assert len(launches) > 300
