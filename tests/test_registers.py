@@ -1,10 +1,11 @@
 """What ptxas says of kernels, on a machine without a GPU."""
 
-import importlib.util
 import shutil
 from pathlib import Path
 
 import pytest
+
+from jaxpaged.bridge import mosaic_abi
 
 ROOT = Path(__file__).parents[1]
 PTXAS = """
@@ -33,8 +34,8 @@ def test_each_kernel_of_a_case_is_found(registers):
 
 
 def test_kernels_are_compiled_where_jax_has_its_plugin(registers):
-    if not any(importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")):
-        pytest.skip("needs JAX's CUDA plugin")
+    if (why := mosaic_abi.unavailable()) is not None:
+        pytest.skip(why)
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     (found,) = registers.kernels(registers.compiled("^decode 64x4096$"))
