@@ -66,7 +66,7 @@ def write_on_gpu(
     """`reshape_and_cache_flash` for tensors of one CUDA device, on its current stream.
 
     Each slot in range may be given once: tokens that share one leave there the row of any of them, or parts of several
-    rows, in every run others perhaps. (`write_kv` keeps the last one, at the price of a launch more in XLA.)
+    rows, in every run others perhaps. (`write_kv` keeps the last one.)
 
     Args:
       key, value: [num_tokens, num_kv_heads, head_size] float32, bfloat16 or float16. Those with gaps between tokens are

@@ -23,9 +23,12 @@ from jaxpaged.pallas.mosaic import Interpreter, follow_previous_kernel, kernel, 
 from jaxpaged.pallas.paged_rows import rows_index
 from jaxpaged.pallas.quantize import quantize, row_scale
 from jaxpaged.pallas.row_tiles import TMA_BOX, WARPS, RowTile, columns, load
+from jaxpaged.pallas.warps import is_last
 
 SIDES: tuple[Which, Which] = ("key", "value")
 SMEM_BYTES = 220 * 1024
+MOST_SEARCHED = 1024
+"""Tokens of a call up to which a warp looks at all slots for each token that it writes, while rows come in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +62,13 @@ def refusal(cache: KVCache, dtype: Any) -> str | None:
 
 def write_kv(cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, interpret: Interpreter | None) -> KVCache:
     """`jaxpaged.write_kv` on checked arguments; of tokens with the same slot the last is kept."""
-    num_tokens = min(key.shape[0], slot_mapping.shape[0])
-    slots = last_writes(slot_mapping[:num_tokens], cache.num_slots)
-    return write_rows(cache, key, value, slots, interpret=interpret)
+    slots = slot_mapping[: min(key.shape[0], slot_mapping.shape[0])]
+    few = slots.shape[0] <= MOST_SEARCHED
+    if not few:
+        slots = last_writes(slots, cache.num_slots)
+    elif slots.dtype.itemsize == 8:
+        slots = lax.bitcast_convert_type(slots, jnp.int32)
+    return write_rows(cache, key, value, slots, interpret=interpret, keep_last=few)
 
 
 def write_rows(
@@ -72,14 +79,16 @@ def write_rows(
     *,
     interpret: Interpreter | None = None,
     config: WriteTiles | None = None,
+    keep_last: bool = False,
 ) -> KVCache:
-    """Write the first tokens to `slots`, of which no two are the same, by one kernel.
+    """Write the first tokens to `slots` by one kernel.
 
     Division and conversions are IEEE's, so what is stored is the oracle's bit by bit. XLA's division on a GPU may be
     off by one in the last place, and so may be the reference there.
 
     Args:
       slots: [n] int32, or [n, 2] int32, the words of int64, low one first. Slots out of range are skipped.
+      keep_last: of tokens with the same slot the last is kept; else no two may have the same.
     """
     num_tokens = min(key.shape[0], slots.shape[0])
     if num_tokens == 0:
@@ -98,7 +107,8 @@ def write_rows(
 
     def write_cache(*operands: Any, **scratch: Any) -> None:
         follow_previous_kernel(interpret)
-        _write_tile(tiles, cache, num_tokens, dict(zip(names, operands, strict=True)) | scratch, interpret)
+        refs = dict(zip(names, operands, strict=True)) | scratch
+        _write_tile(tiles, cache, num_tokens, keep_last, refs, interpret)
 
     kernel(
         write_cache,
@@ -146,16 +156,23 @@ def tokens_of_a_cta(cache: KVCache, dtype: Any, num_tokens: int, config: WriteTi
 
 
 def _write_tile(
-    tiles: list[RowTile], cache: KVCache, num_tokens: int, refs: dict[str, Any], interpret: Interpreter | None
+    tiles: list[RowTile],
+    cache: KVCache,
+    num_tokens: int,
+    keep_last: bool,
+    refs: dict[str, Any],
+    interpret: Interpreter | None,
 ) -> None:
     """The kernel: load, convert where needed, store each token."""
     first = lax.axis_index("tile") * tiles[0].tokens
 
     def place(token: Any) -> tuple[Any, Any, Any]:
-        """Block and offset of a token of the tile, and whether it is one and has them."""
+        """Block and offset of a token of the tile, and whether it is one that is written there."""
         slot, valid = _slot(refs["slots"], first + token, num_tokens)
         size = jnp.int32(cache.block_size)
         valid &= (slot >= 0) & (slot < cache.num_slots) & (token < tiles[0].tokens)
+        if keep_last:
+            valid &= is_last(refs["slots"].at[pl.ds(0, num_tokens)], slot, first + token, interpret)
         return lax.div(slot, size), lax.rem(slot, size), valid
 
     for tile in tiles:

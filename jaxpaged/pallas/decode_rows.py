@@ -15,12 +15,12 @@ from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.decode_shape import DecodeShape, column_place
 from jaxpaged.pallas.decode_teams import BY_ROW, Merged
 from jaxpaged.pallas.eight_bits import scale_of_head
-from jaxpaged.pallas.flags import fill
 from jaxpaged.pallas.matmul import transposed
 from jaxpaged.pallas.mosaic import Interpreter, store
 from jaxpaged.pallas.paged_tiles import send_rows
 from jaxpaged.pallas.prefill_rows import row_requests
 from jaxpaged.pallas.scores import LN2, normalized, with_sink
+from jaxpaged.pallas.warps import fill
 
 if TYPE_CHECKING:
     from jaxpaged.pallas.decode import Memory, Operands, Piece

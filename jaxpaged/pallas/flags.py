@@ -1,20 +1,12 @@
-"""What CTAs of one kernel say to each other, and rows that a single warp fills: in PTX, as Pallas has no word for it.
+"""What CTAs of one kernel say to each other: in PTX, as Pallas has no word for it.
 
-Seen to work with jax 0.11.2 and 0.12.0. The interpreter runs CTAs one after the other, in their order, so what a CTA
-waits for there has been done.
+The interpreter runs CTAs one after the other, in their order, so what a CTA waits for there has been done.
 """
 
-import math
-import struct
 from typing import Any
 
-import jax.experimental.mosaic.gpu as mgpu
-import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
-
 from jaxpaged.pallas.mosaic import Interpreter
+from jaxpaged.pallas.ptx import inline
 
 FLAG = 2
 """Numbers of 32 bits in a flag."""
@@ -60,7 +52,7 @@ def raise_flag(flag: Any, interpret: Interpreter | None) -> None:
       flag: a ref [FLAG] int32 in global memory, at a multiple of 8 bytes, that nobody raises besides.
     """
     if interpret is None:
-        _inline(_RAISE)(flag)
+        inline(_RAISE, flag)
 
 
 def wait_and_lower(flags: Any, first: Any, end: Any, interpret: Interpreter | None) -> None:
@@ -70,49 +62,4 @@ def wait_and_lower(flags: Any, first: Any, end: Any, interpret: Interpreter | No
       flags: a ref [n, FLAG] int32 in global memory.
     """
     if interpret is None:
-        _inline(_WAIT)(flags, first, end)
-
-
-def fill(ref: Any, number: float, interpret: Interpreter | None) -> None:
-    """Fill memory with a number, in a single warp, which Pallas gives no vectors.
-
-    Args:
-      ref: to global memory that lies side by side, a multiple of 4 bytes.
-      number: 0 unless the numbers are float32.
-    """
-    if interpret is not None:
-        ref[...] = jnp.full(ref.shape, number, ref.dtype)
-        return
-    (bits,) = struct.unpack("I", struct.pack("f", number))
-    size = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
-    _inline(f"""{{
-  .reg .pred done; .reg .b32 lane, word; .reg .b64 place, end;
-  mov.u32 lane, %laneid;
-  mov.b32 word, {bits};
-  mad.wide.u32 place, lane, 4, $0;
-  add.u64 end, $0, {size};
-NEXT:
-  setp.ge.u64 done, place, end;
-  @done bra DONE;
-  st.global.b32 [place], word;
-  add.u64 place, place, 128;
-  bra NEXT;
-DONE:
-  bar.warp.sync 0xffffffff;
-}}""")(ref)
-
-
-def _inline(ptx: str) -> Any:
-    """A function that runs PTX on the address of a ref, $0, and perhaps on numbers, $1 and so on."""
-
-    def run(_: Any, ref: Any, *numbers: Any) -> None:
-        values = [mgpu.utils.memref_ptr(ref), *(getattr(x, "registers", x) for x in numbers)]
-        values = [x.item() if hasattr(x, "item") else x for x in values]
-        constraints = ",".join(["l", *["r"] * len(numbers), "~{memory}"])
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), values, ptx, constraints, has_side_effects=True)
-
-    def call(ref: Any, *numbers: Any) -> None:
-        types = (plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * len(numbers))
-        plgpu.inline_mgpu(arg_types=types)(run)(ref, *numbers)
-
-    return call
+        inline(_WAIT, flags, first, end)

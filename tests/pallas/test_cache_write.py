@@ -11,8 +11,8 @@ from jaxpaged import KVCache, write_kv
 from jaxpaged.metadata.kv_cache import FLOAT8_DTYPES
 from jaxpaged.metadata.layout import _PRESETS
 from jaxpaged.pallas import cache_write
-from jaxpaged.pallas.cache_write import WriteTiles, write_rows
-from jaxpaged.pallas.mosaic import interpreter
+from jaxpaged.pallas.cache_write import MOST_SEARCHED, WriteTiles, write_rows
+from jaxpaged.pallas.mosaic import interpreted, interpreter
 from jaxpaged.testing import oracle
 
 LAYOUTS = [name for name in _PRESETS if name != "VLLM_V0"]
@@ -224,6 +224,47 @@ def test_64_bit_slots(kernels):
     check(cache, write_rows(cache, *map(jnp.asarray, rows), words, interpret=interpreter()), rows, slots)
     with jax.enable_x64(True):
         check(cache, write_kv(cache, *rows, jnp.asarray(slots), implementation="mosaic_gpu"), rows, slots)
+
+
+def equal_slots(tokens, bits):
+    """Slots of which many are given several times; and of 64 bits, ones that differ from others in the high word."""
+    rng = np.random.default_rng(tokens)
+    slots = rng.integers(-3, BLOCKS * SIZE + 3, tokens).astype(f"int{bits}")
+    if bits == 64:
+        slots[rng.random(tokens) < 0.3] += 2**32
+    return slots
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("tokens", [31, 72, *(pytest.param(n, marks=pytest.mark.gpu) for n in (509, MOST_SEARCHED))])
+def test_of_tokens_with_one_slot_the_last_is_kept(kernels, tokens, bits):
+    cache = poisoned("bfloat16", None)
+    rows = [new_rows(tokens, 2, 32, "bfloat16", seed) for seed in (0, 1)]
+    slots = equal_slots(tokens, bits)
+    with jax.enable_x64(True):
+        check(cache, write_kv(cache, *rows, jnp.asarray(slots), implementation="mosaic_gpu"), rows, slots)
+
+
+def test_slots_given_twice_are_a_race_unless_the_last_is_kept(capfd):
+    cache = poisoned("bfloat16", None)
+    rows = [jnp.asarray(new_rows(12, 2, 32, "bfloat16"))] * 2
+    said = ""
+    try:
+        with interpreted():
+            jax.block_until_ready(write_rows(cache, *rows, SLOTS, interpret=interpreter()))
+    except RuntimeError as error:  # jax 0.12 raises it
+        said = str(error)
+    assert "RACE DETECTED" in said + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("tokens", "slots_dtype"), [(64, jnp.int32), (MOST_SEARCHED, jnp.int64)])
+def test_few_slots_are_looked_at_by_the_kernel_alone(tokens, slots_dtype):
+    with jax.enable_x64(True):
+        slots = jax.ShapeDtypeStruct((tokens,), slots_dtype)
+        text = lowered(abstract("bfloat16", None), "bfloat16", tokens=tokens, slots=slots).as_text()
+    assert text.count("mosaic_gpu") and "stablehlo.compare" not in text
+    with_xla = lowered(abstract("bfloat16", None), "bfloat16", tokens=MOST_SEARCHED + 1).as_text()
+    assert "stablehlo.compare" in with_xla
 
 
 def fields_of(cache):
