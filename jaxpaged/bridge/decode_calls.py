@@ -14,7 +14,6 @@ from jaxpaged.bridge.launch import ALIGNMENT, Launches, moved, program
 from jaxpaged.bridge.plan_calls import Planner
 from jaxpaged.bridge.process import forget_after_fork
 from jaxpaged.metadata.checks import check_shape
-from jaxpaged.pallas.decode_plan import NUM_FIELDS
 from jaxpaged.pallas.decode_shape import DecodeShape, columns_length
 
 _MISALIGNED = ALIGNMENT - 1
@@ -249,8 +248,7 @@ class _Decoder:
 
 
 def _check_plan(found: DecodeShapes, requests: torch.Tensor, shares: torch.Tensor) -> None:
-    sizes = ((found.rows + 1, NUM_FIELDS), (found.shape.num_shares, 4))
-    for name, x, size in zip(("requests", "shares"), (requests, shares), sizes, strict=True):
+    for name, x, size in zip(("requests", "shares"), (requests, shares), found.plan, strict=True):
         if tuple(x.shape) != size or x.dtype != torch.int32 or not x.is_contiguous():
             raise ValueError(f"{name}: expected a plan for these shapes and options, {size}, got {tuple(x.shape)}")
 

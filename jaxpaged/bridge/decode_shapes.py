@@ -15,7 +15,7 @@ from jaxpaged.metadata.buckets import next_bucket
 from jaxpaged.metadata.checks import check_shape
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.attention import DTYPES, most_decoded_lens, refusal
-from jaxpaged.pallas.decode_plan import NUM_FIELDS, DecodePlan
+from jaxpaged.pallas.decode_plan import DecodePlan, plan_shapes
 from jaxpaged.pallas.decode_plan_kernel import DecodeCut
 from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.reference.attention import AttentionOptions
@@ -57,6 +57,11 @@ class DecodeShapes(NamedTuple):
     rows: int
     shape: DecodeShape
     options: AttentionOptions
+
+    @property
+    def plan(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of the plan."""
+        return plan_shapes(self.rows, self.shape.num_shares)
 
 
 def decode_shapes(
@@ -149,10 +154,9 @@ def plan_sizes(
     """Shapes of the tensors of a plan, and bytes of its workspace."""
     how = (max_query_len, batch_invariant, scores, k_scale, v_scale)
     found = decode_shapes(query, key_cache, value_cache, block_table, *how)
-    shares = (found.shape.num_shares, 4)
     if key_cache.device.type == "cpu":
-        return (block_table.shape[0] + 1, NUM_FIELDS), shares, 0
-    return (found.rows + 1, NUM_FIELDS), shares, workspace_bytes(found, block_table, query)
+        return *plan_shapes(block_table.shape[0], found.shape.num_shares), 0
+    return *found.plan, workspace_bytes(found, block_table, query)
 
 
 def decode_cut(found: DecodeShapes, num_tokens: int, batch_invariant: bool) -> DecodeCut:
@@ -188,10 +192,8 @@ def decode_arguments(
     cache, shape = found.cache.cache, found.shape
     rows = jax.ShapeDtypeStruct((shape.num_tokens, heads_apart(query), cache.head_size), shape.query_dtype)
     out = jax.ShapeDtypeStruct((shape.num_tokens, query.shape[1], cache.v_head_size), shape.out_dtype)
-    requests, shares, table = (
-        jax.ShapeDtypeStruct(size, jnp.int32)
-        for size in ((found.rows + 1, NUM_FIELDS), (shape.num_shares, 4), (found.rows, int(block_table.stride(0))))
-    )
+    sizes = (*found.plan, (found.rows, int(block_table.stride(0))))
+    requests, shares, table = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
     by_head = [None if x is None else array_shape(x) for x in (slopes, sinks)]
     if slopes is not None and slopes.shape[0] > 1:
         by_head[0] = jax.ShapeDtypeStruct((found.rows, *slopes.shape[1:]), jnp.float32)

@@ -29,7 +29,6 @@ from jaxpaged.bridge.kernel_functions import PrefillCut
 from jaxpaged.bridge.launch import gpu, lowered_calls, offsets_in_workspace
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.buckets import next_bucket
-from jaxpaged.pallas import decode_plan
 from jaxpaged.pallas.attention import cache_refusal, decoded_lens
 from jaxpaged.pallas.decode_plan_kernel import DecodeCut
 from jaxpaged.pallas.plans import prefill_refusal
@@ -86,8 +85,7 @@ class PrefillShapes(NamedTuple):
             "parts": (),
         }
         if self.decode is not None:
-            shapes["requests"] = (self.decode.rows + 1, decode_plan.NUM_FIELDS)
-            shapes["shares"] = (self.decode.shape.num_shares, 4)
+            shapes["requests"], shapes["shares"] = self.decode.plan
         found, end = {}, 0
         for name, shape in shapes.items():
             found[name] = (end, shape)

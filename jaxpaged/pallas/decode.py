@@ -310,28 +310,29 @@ def _for_each_piece(shape: DecodeShape, operands: Operands, body: Any) -> tuple[
       The numbers of pieces, of tiles, and of others' parts, which only the last piece has.
     """
     share = own_share(shape)
-    first, last, lower, upper = (operands.shares[share, i] for i in range(4))
+    first, last, lower, upper, *first_row = (operands.shares[share, i] for i in range(field.SHARE_FIELDS))
 
-    def visit(request: Any, before: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        pieces, tiles, others = before
-        begin = operands.requests[request, field.BEGIN]
-        all_tiles = operands.requests[request, field.TILES]
+    def visit(request: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
+        pieces, tiles, others, *row = before
+        begin = row[field.BEGIN]
         skipped = jnp.maximum(lower - begin, 0)
-        count = jnp.maximum(jnp.minimum(upper - begin, all_tiles) - skipped, 0)
+        count = jnp.maximum(jnp.minimum(upper - begin, row[field.TILES]) - skipped, 0)
         if operands.turn is not None:
             count = jnp.where((skipped == 0) == (operands.turn is Turn.BEGINNING), count, 0)
         piece = Piece(
             request,
-            operands.requests[request, field.FIRST_TILE] + skipped,
+            row[field.FIRST_TILE] + skipped,
             count,
             skipped == 0,
-            jnp.where(skipped == 0, operands.requests[request, field.LAST_SHARE] - share, 0),
-            *(operands.requests[request, f] for f in (field.KV_LEN, field.Q_START, field.Q_LEN, field.DAMAGED)),
+            jnp.where(skipped == 0, row[field.LAST_SHARE] - share, 0),
+            *(row[f] for f in (field.KV_LEN, field.Q_START, field.Q_LEN, field.DAMAGED)),
         )
         pl.when(count > 0)(lambda: body(piece, pieces, tiles))
-        return pieces + jnp.where(count > 0, 1, 0), tiles + count, others + jnp.where(count > 0, piece.others, 0)
+        following = (operands.requests[request + 1, f] for f in range(field.NUM_FIELDS))
+        some = count > 0
+        return pieces + jnp.where(some, 1, 0), tiles + count, others + jnp.where(some, piece.others, 0), *following
 
-    return lax.fori_loop(first, last + 1, visit, (jnp.int32(0),) * 3)
+    return lax.fori_loop(first, last + 1, visit, (*(jnp.int32(0),) * 3, *first_row))[:3]
 
 
 # The warpgroup that loads.

@@ -16,6 +16,7 @@ from jaxpaged.reference.attention import AttentionOptions, attended_range
 # Fields of a row of `DecodePlan.requests`.
 BEGIN, TILES, FIRST_TILE, KV_LEN, Q_START, Q_LEN, DAMAGED, FIRST_SHARE, LAST_SHARE = range(9)
 NUM_FIELDS = 9
+SHARE_FIELDS = 4 + NUM_FIELDS
 
 
 class DecodePlan(NamedTuple):
@@ -31,7 +32,8 @@ class DecodePlan(NamedTuple):
     (-1: another kernel's), whether a block of its is out of range, and the first and last share with tiles of it. The
     last entry has the rows of no request."""
     shares: Any
-    """[num_shares, 4] int32: first and last request, first tile, and the one after the last."""
+    """[num_shares, SHARE_FIELDS] int32: first and last request, first tile, the one after the last, and the first
+    request's row of `requests`, so that a CTA need not look that up before it can begin."""
     kept_tiles: Any = None
     """[num_reqs * most tiles] int32, the tiles of which a mask function keeps something, if some may be skipped."""
 
@@ -39,6 +41,11 @@ class DecodePlan(NamedTuple):
         """[num_reqs + 1] bool: requests that lie in several shares."""
         requests = self.requests
         return (requests[:, TILES] > 0) & (requests[:, FIRST_SHARE] < requests[:, LAST_SHARE])
+
+
+def plan_shapes(num_reqs: int, num_shares: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of `DecodePlan.requests` and `.shares`."""
+    return (num_reqs + 1, NUM_FIELDS), (num_shares, SHARE_FIELDS)
 
 
 def plan_decode(
@@ -96,7 +103,9 @@ def plan_decode(
     requests = jnp.stack([x.astype(jnp.int32) for x in columns], axis=1)
     outside = jnp.zeros((1, NUM_FIELDS), jnp.int32).at[0, Q_START].set(starts[-1])
     outside = outside.at[0, Q_LEN].set(-1 if others_elsewhere else num_tokens - starts[-1])
-    return DecodePlan(jnp.concatenate([requests, outside]), shares.astype(jnp.int32), kept_tiles)
+    requests = jnp.concatenate([requests, outside])
+    shares = jnp.concatenate([shares.astype(jnp.int32), requests[shares[:, 0]]], axis=1)
+    return DecodePlan(requests, shares, kept_tiles)
 
 
 def tiles_of_requests(

@@ -7,6 +7,7 @@ ends of those shares that lie in it.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,17 @@ from jax.experimental import pallas as pl
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas.batch_dims import BatchDims, BatchRefs
-from jaxpaged.pallas.decode_plan import NUM_FIELDS, Q_LEN, Q_START, DecodePlan, tiles_of_requests
+from jaxpaged.pallas.decode_plan import (
+    BEGIN,
+    NUM_FIELDS,
+    Q_LEN,
+    Q_START,
+    SHARE_FIELDS,
+    TILES,
+    DecodePlan,
+    plan_shapes,
+    tiles_of_requests,
+)
 from jaxpaged.pallas.lanes import WARPGROUP, constant, indices, scatter, whole
 from jaxpaged.pallas.mosaic import Interpreter, kernel
 from jaxpaged.pallas.ranges import ceil_div, div
@@ -52,10 +63,7 @@ def plan_decode_by_kernel(
     dims = dataclasses.replace(BatchDims.of(cache, batch), rows=cut.num_tokens)
     requests, shares = kernel(
         functools.partial(_plan, cut, dims, interpret),
-        out_type=[
-            jax.ShapeDtypeStruct((num_reqs + 1, NUM_FIELDS), jnp.int32),
-            jax.ShapeDtypeStruct((num_shares, 4), jnp.int32),
-        ],
+        out_type=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in plan_shapes(num_reqs, num_shares)],
         grid=(num_reqs + 1,),
         grid_names=("request",),
         interpret=interpret,
@@ -84,27 +92,28 @@ def _plan(cut: DecodeCut, dims: BatchDims, interpret: Interpreter | None, *refs:
         start, q_len, kv_len = dims.len_of(batch, me)
         short, first_tile, tiles = tiles_of_requests(cut.options, q_len, kv_len, cut.max_query_len, cut.tile)
         end = begin + tiles
-        if cut.batch_invariant:
-            bounds = (me, me)
-            for column, x in enumerate((me, me, begin, end)):
-                shares[me, column] = x
-        else:
-            bounds = (div(begin, size), jnp.where(end > 0, div(end - 1, size), -1))
-            _write_shares(shares, me, begin, end, size, total, cut.num_shares, interpret)
         rows = jnp.where(short, q_len, -1) if cut.others_elsewhere else q_len
         damaged = dims.damaged(batch, me, kv_len, first_blocks, interpret)
-        for column, x in enumerate((begin, tiles, first_tile, kv_len, start, rows, damaged, *bounds)):
+        bounds = (me, me) if cut.batch_invariant else (div(begin, size), jnp.where(end > 0, div(end - 1, size), -1))
+        row = (begin, tiles, first_tile, kv_len, start, rows, damaged, *bounds)
+        for column, x in enumerate(row):
             requests[me, column] = x
+        if cut.batch_invariant:
+            for column, x in enumerate((me, me, begin, end, *row)):
+                shares[me, column] = x
+        else:
+            _write_shares(shares, me, row, size, total, cut.num_shares, interpret)
 
     @pl.when(me == dims.num_reqs)
     def _() -> None:
         start = dims.known_row(batch, batch.query_start_loc[dims.num_reqs])
-        for column in range(NUM_FIELDS):
-            requests[me, column] = jnp.int32(0)
-        requests[me, Q_START] = start
-        requests[me, Q_LEN] = jnp.int32(-1) if cut.others_elsewhere else cut.num_tokens - start
+        row = [jnp.int32(0)] * NUM_FIELDS
+        row[Q_START] = start
+        row[Q_LEN] = jnp.int32(-1) if cut.others_elsewhere else cut.num_tokens - start
+        for column, x in enumerate(row):
+            requests[me, column] = x
         if not cut.batch_invariant:
-            _write_empty_shares(shares, dims.num_reqs, size, total, cut.num_shares, interpret)
+            _write_empty_shares(shares, dims.num_reqs, row, size, total, cut.num_shares, interpret)
 
 
 def _sums(cut: DecodeCut, dims: BatchDims, batch: BatchRefs, me: Any, interpret: Interpreter | None) -> tuple[Any, Any]:
@@ -135,30 +144,40 @@ def _bounds(size: Any, total: Any, num_shares: int) -> tuple[Any, Any, Any]:
 def _write_shares(
     shares: Any,
     request: Any,
-    begin: Any,
-    end: Any,
+    row: Sequence[Any],
     size: Any,
     total: Any,
     num_shares: int,
     interpret: Interpreter | None,
 ) -> None:
-    """Write the rows of shares that begin in the tiles [begin, end) of a request, and the last request of those that
-    end in them."""
+    """Write the rows of shares that begin in the tiles of a request, and the last request of those that end in them.
+
+    Args:
+      row: of the request.
+    """
     share, lower, upper = _bounds(size, total, num_shares)
+    begin, end = row[BEGIN], row[BEGIN] + row[TILES]
     known, number = share < num_shares, constant(share.shape[0], request)
     begins = known & (lower >= begin) & (lower < end)
     ends = known & (upper > begin) & (upper <= end) & (upper > lower)
     scatter(shares.at[:, pl.ds(0, 1)], [share], [number], begins, interpret)
     scatter(shares.at[:, pl.ds(1, 1)], [share], [number], ends, interpret)
-    scatter(shares.at[:, pl.ds(2, 2)], [share], [lower, upper], begins, interpret)
+    fields = [constant(share.shape[0], x) for x in row]
+    scatter(shares.at[:, pl.ds(2, SHARE_FIELDS - 2)], [share], [lower, upper, *fields], begins, interpret)
 
 
 def _write_empty_shares(
-    shares: Any, num_reqs: int, size: Any, total: Any, num_shares: int, interpret: Interpreter | None
+    shares: Any,
+    num_reqs: int,
+    row: Sequence[Any],
+    size: Any,
+    total: Any,
+    num_shares: int,
+    interpret: Interpreter | None,
 ) -> None:
-    """Write the rows of shares for which no tile is left."""
+    """Write the rows of shares for which no tile is left; `row` is that of no request."""
     share, lower, upper = _bounds(size, total, num_shares)
     empty = (share < num_shares) & (lower >= total)
     n = share.shape[0]
-    row = [constant(n, num_reqs), constant(n, num_reqs - 1), lower, upper]
-    scatter(shares, [share], row, empty, interpret)
+    requests = [constant(n, num_reqs), constant(n, num_reqs - 1)]
+    scatter(shares, [share], [*requests, lower, upper, *(constant(n, x) for x in row)], empty, interpret)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxpaged import KVCache
 from jaxpaged.bridge import kernel_functions
 from jaxpaged.bridge.kernel_calls import CONFIG_NAMES, KERNEL, GlueError, KernelCalls, kernel_calls
 from jaxpaged.pallas.block_pairs import BlockPairs
-from jaxpaged.pallas.decode_plan import NUM_FIELDS, DecodePlan
+from jaxpaged.pallas.decode_plan import DecodePlan, plan_shapes
 from jaxpaged.pallas.decode_plan_kernel import DecodeCut
 from jaxpaged.pallas.mosaic import kernel
 from jaxpaged.pallas.prefill_plan import NUM_FIELDS as PREFILL_FIELDS
@@ -111,7 +112,7 @@ def decode_calls(
     )  # fmt: skip
     shape = dataclasses.replace(shape, overlaps=overlaps)
     rows = array((num_reqs, 8, 64), jnp.bfloat16)
-    plan = DecodePlan(array((num_reqs + 1, NUM_FIELDS), jnp.int32), array((shape.num_shares, 4), jnp.int32))
+    plan = DecodePlan(*(array(size, jnp.int32) for size in plan_shapes(num_reqs, shape.num_shares)))
     per_head = array((1, 1, 8 + 8), jnp.float32)
     arguments = (rows, cache, array((num_reqs, 6), jnp.int32), plan, per_head if slopes else None)
     lses = array((num_reqs, 8), jnp.float32) if lse else None
@@ -179,7 +180,7 @@ def test_a_plan_is_one_kernel() -> None:
     assert (len(calls.calls), calls.mutated, calls.intermediates, calls.constants) == (1, set(), (), {})
     assert calls.num_inputs == 5
     assert calls.calls[0].buffers[:3] == (2, 3, 4)  # of the cache sizes are enough
-    assert [calls.sizes[b] for b in calls.results] == [5 * NUM_FIELDS * 4, 132 * 4 * 4]
+    assert [calls.sizes[b] for b in calls.results] == [4 * math.prod(size) for size in plan_shapes(4, 132)]
     assert calls.outputs == calls.results
 
 

@@ -136,7 +136,8 @@ def test_the_plan_has_each_step_once(tokens, heads, kv_heads):
 
 # The results.
 
-# Some rests are shared by CTAs, so that they are combined, too.
+FEW = 6
+"""Multiprocessors: with few of them CTAs are soon interpreted, and some share a rest, so that parts are joined, too."""
 SMALL = {"num_heads": 2, "num_kv_heads": 1, "dtype": "bfloat16"}
 EVERYTHING = (("soft_cap", 3.0), ("sinks", True))
 CASES = {
@@ -177,11 +178,13 @@ def check(inputs, shared):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results(kernels, name):
+def test_results(kernels, set_multiprocessors, name):
+    set_multiprocessors(FEW)
     check(build(CASES[name]), 0 if name == "only some share" else 128)
 
 
-def test_a_block_out_of_range_ends_the_prefix(kernels):
+def test_a_block_out_of_range_ends_the_prefix(kernels, set_multiprocessors):
+    set_multiprocessors(FEW)
     inputs = build(Case("", (1,) * 4, (210, 222, 215, 240), shared=12, **SMALL))
     table = inputs.block_table.copy()
     table[:, 9] = (-1, 10**6, -1, -1)
