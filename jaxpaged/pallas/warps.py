@@ -6,14 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpaged.pallas.lanes import WARP
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.ptx import inline, inline_number
 
-WARP = 32
-
 
 def fill(ref: Any, number: float, interpret: Interpreter | None) -> None:
-    """Fill memory with a number, in a single warp, which Pallas gives no vectors.
+    """Fill memory with a number.
 
     Args:
       ref: to global memory that lies side by side, a multiple of 4 bytes.
