@@ -16,7 +16,7 @@ from jaxpaged.demo.scheduler import Request, Status
 from jaxpaged.demo.text import encode
 from jaxpaged.testing.compilations import compilations
 
-STEPS = 600
+STEPS = 1000
 SIZES = {"num_blocks": 40, "block_size": 8, "max_step_tokens": 32, "max_requests": 8, "num_guesses": 3}
 PREFIXES = ("import os\nimport sys\n\n\n", "class Stack:\n    def __init__(self):\n", "")
 
@@ -129,13 +129,13 @@ def test_tokens_equal_those_of_the_torch_engine(model):
     texts = ["def read_lines(path):\n", "class Stack:\n    def __init__(self", "import os\n\n\ndef main(argv=None):\n"]
     told = []
     for engine in (torch_engine.Engine(load_demo_model()), Engine(*model)):
-        requests = [Request(str(i), encode(text), 32, arrival=i, stop_token=0) for i, text in enumerate(texts)]
+        requests = [Request(str(i), encode(text), 48, arrival=i, stop_token=0) for i, text in enumerate(texts)]
         for request in requests:
             engine.add(request)
         assert sum(len(step.parts) for step in engine.run()) > 0
         told.append([request.generated for request in requests])
     assert told[0] == told[1]
-    assert [len(generated) for generated in told[0]] == [32] * 3
+    assert [len(generated) for generated in told[0]] == [48] * 3
 
 
 @pytest.mark.parametrize("num_guesses", [0, 4])

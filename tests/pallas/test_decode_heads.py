@@ -12,8 +12,8 @@ from jaxpaged.testing.cases import Case
 from jaxpaged.testing.doors import DOORS
 from jaxpaged.testing.verify import compare
 
-FEW = dataclasses.replace(gpu_of(), num_sms=2)
-"""With few multiprocessors, CTAs have many tiles and parts of several requests."""
+FEW, FEWER = (dataclasses.replace(gpu_of(), num_sms=n) for n in (4, 2))
+"""With few multiprocessors, CTAs have many tiles and parts of several requests; the fewer are for the interpreter."""
 SIZES: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "dtype": "bfloat16"}
 FEWER_HEADS: dict[str, Any] = SIZES | {"num_heads": 8, "num_kv_heads": 4}
 """Of which two groups share tiles two by two: enough for the interpreter."""
@@ -58,7 +58,8 @@ def test_results_are_the_definitions(kernels: None, decoded: list[DecodeShape], 
         pytest.skip("interpreted with two heads alone, for the time that it takes")
     sizes = SIZES if interpreter() is None or heads > 2 else FEWER_HEADS
     case = dataclasses.replace(case, **{k: v for k, v in sizes.items() if k == "dtype" or case.num_heads != 24})
-    with tuned_for(dataclasses.replace(FEW, decode=(Rule(ShapeClass(), DecodeTiles(64, 2, 6, 1, 1, heads)),))):
+    gpu = FEW if interpreter() is None else FEWER
+    with tuned_for(dataclasses.replace(gpu, decode=(Rule(ShapeClass(), DecodeTiles(64, 2, 6, 1, 1, heads)),))):
         result = compare(case, "kernels", DOORS["kernels"])
     assert result.skipped is None
     assert result.ok, result

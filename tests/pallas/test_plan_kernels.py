@@ -122,7 +122,7 @@ PREFILLS: dict[str, dict[str, Any]] = {
 FEWEST = 1
 """CTAs for each list, of which each has more to do, and the interpreter less."""
 few_examples = settings(
-    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 
