@@ -154,9 +154,7 @@ def plan_sizes(
     """Shapes of the tensors of a plan, and bytes of its workspace."""
     how = (max_query_len, batch_invariant, scores, k_scale, v_scale)
     found = decode_shapes(query, key_cache, value_cache, block_table, *how)
-    if key_cache.device.type == "cpu":
-        return *plan_shapes(block_table.shape[0], found.shape.num_shares), 0
-    return *found.plan, workspace_bytes(found, block_table, query)
+    return *found.plan, 0 if key_cache.device.type == "cpu" else workspace_bytes(found, block_table, query)
 
 
 def decode_cut(found: DecodeShapes, num_tokens: int, batch_invariant: bool) -> DecodeCut:
