@@ -48,6 +48,17 @@ def cuda() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
+@pytest.fixture(scope="session")
+def with_devices() -> Callable[[int], dict[str, str]]:
+    """The environment of a process for which the CPU stands in for so many devices."""
+
+    def environment(number: int) -> dict[str, str]:
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={number}"
+        return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+    return environment
+
+
 @pytest.fixture(scope="module")
 def load_benchmark() -> Iterator[Callable[[str], Any]]:
     """Loads a program of `benchmarks`, which is no package, by its name; what it imports from there is found."""

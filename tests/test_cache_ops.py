@@ -1,6 +1,5 @@
 """Writes, copies and reads of the cache, value by value, in every layout."""
 
-import os
 import subprocess
 import sys
 
@@ -169,7 +168,6 @@ for target in (here, there):
 """
 
 
-def test_swap_blocks_between_devices():
+def test_swap_blocks_between_devices(with_devices):
     """A pair whose source does not exist writes nothing and hides no other pair, wherever the caches lie."""
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    subprocess.run([sys.executable, "-c", SWAP_BETWEEN_DEVICES], env={**os.environ, **flags}, check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", SWAP_BETWEEN_DEVICES], env=with_devices(2), check=True, timeout=300)

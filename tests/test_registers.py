@@ -1,13 +1,11 @@
 """What ptxas says of kernels, on a machine without a GPU."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
 from jaxpaged.bridge import mosaic_abi
 
-ROOT = Path(__file__).parents[1]
 PTXAS = """
 ptxas info    : Compiling entry function 'paged_prefill_mosaic_gpu_kernel' for 'sm_90a'
 ptxas         .     16 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads

@@ -1,6 +1,5 @@
 """The benchmark of a decode loop, on a tiny model: all kinds of attention run and choose the same tokens."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,8 @@ BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "serving_gpu.py"
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_all_kinds_choose_the_same_tokens(devices):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    environment["PYTHONPATH"] = str(BENCHMARK.parents[1])
+def test_all_kinds_choose_the_same_tokens(with_devices, devices):
+    environment = {**with_devices(2), "PYTHONPATH": str(BENCHMARK.parents[1])}
     command = [sys.executable, str(BENCHMARK), "--smoke", "--devices", str(devices)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

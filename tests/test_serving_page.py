@@ -1,6 +1,5 @@
 """docs/serving.md: its code is one program, and prints what its comments say."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,15 +8,14 @@ from pathlib import Path
 PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
 
 
-def test_the_page_runs_as_one_program():
+def test_the_page_runs_as_one_program(with_devices):
     program = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     ran = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=with_devices(8),
     )
     assert ran.returncode == 0, ran.stderr
     expected = re.findall(r"^print\(.*\)  # (.*)$", program, re.MULTILINE)

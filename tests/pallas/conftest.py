@@ -39,6 +39,21 @@ def kernels(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.fixture
+def complaints(capfd: pytest.CaptureFixture[str]) -> Callable[[Callable[[], Any]], tuple[str | None, str]]:
+    """What the interpreter says of a call: in an exception, and, of races in jax 0.11, in what it prints."""
+
+    def run(call: Callable[[], Any]) -> tuple[str | None, str]:
+        raised = None
+        try:
+            call()
+        except Exception as error:
+            raised = str(error)
+        return raised, "".join(capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
 def set_multiprocessors() -> Iterator[Callable[[int], None]]:
     """Sets for how many multiprocessors the kernels share their work: few make few CTAs, which are soon interpreted."""
     with contextlib.ExitStack() as stack:

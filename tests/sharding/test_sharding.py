@@ -1,7 +1,6 @@
 """Parallelism over devices and processes, each in processes of their own: a backend's devices are set at its start."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -13,20 +12,15 @@ from kinds import KINDS
 HERE = Path(__file__).parent
 
 
-def environment(devices: int) -> dict[str, str]:
-    flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}"]
-    return {**os.environ, "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
-
-
-def test_on_8_devices():
+def test_on_8_devices(with_devices):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "on_8_devices.py"]
-    ran = subprocess.run(command, cwd=HERE, env=environment(8), capture_output=True, text=True, timeout=550)
+    ran = subprocess.run(command, cwd=HERE, env=with_devices(8), capture_output=True, text=True, timeout=550)
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
     assert " passed" in ran.stdout
 
 
 @pytest.mark.parametrize("num_processes", [2, 4])
-def test_in_several_processes(num_processes):
+def test_in_several_processes(with_devices, num_processes):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
@@ -35,7 +29,7 @@ def test_in_several_processes(num_processes):
         subprocess.Popen(
             [*command, str(i)],
             cwd=HERE,
-            env=environment(8 // num_processes),
+            env=with_devices(8 // num_processes),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
