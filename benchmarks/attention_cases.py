@@ -46,6 +46,7 @@ class Case:
       query_lens, seq_lens: new and all tokens of each request.
       shared_prefix: tokens at the start of every request that lie in the same blocks.
       option: what else the call asks for.
+      command_buffers: whether XLA may make CUDA graphs of our program's kernels, in which no kernel starts early.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Case:
     cache: CacheDtype = "bfloat16"
     shared_prefix: int = 0
     option: Option | None = None
+    command_buffers: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -194,6 +196,10 @@ def _cases() -> tuple[Case, ...]:
         Case("chunk 2048 on 32768", *_prefill(1, 2048, 32768), targets=flash(1.05)),
         Case("mixed chunk + 63 decodes", mixed_queries, mixed_lens, targets=flash(1.05)),
         Case("mixed 64 requests, 8192 new", *half_decode_lens(), targets=(Target(300, PLAN),)),
+        Case("mixed chunk, no XLA graph", mixed_queries, mixed_lens, targets=flash(1.05), command_buffers=False),
+        Case(
+            "mixed 64 requests, no XLA graph", *half_decode_lens(), targets=(Target(300, PLAN),), command_buffers=False
+        ),
         Case("32x128 new on 4096", *_prefill(32, 128, 4096), targets=flash(1.05)),
         Case("prefill 48 ragged 1..900", ragged, ragged, targets=flash(1.05)),
         Case("1x128 new on 32768", *_prefill(1, 128, 32768), targets=flash(1.2)),

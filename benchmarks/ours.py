@@ -1,5 +1,6 @@
 """Our attention as programs that are measured: of one layer, and of two layers that share what they can."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from peers import shared
 
 ROOM = 4 * 2**30
 """Bytes left free for workspaces when a second layer is made."""
+NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
+"""Options of XLA under which it makes no CUDA graph of a program's kernels."""
 
 
 class Ours:
@@ -36,7 +39,7 @@ class Ours:
             case "score_mod":
                 options["score_mod"] = score_mod
 
-        @jax.jit
+        @functools.partial(jax.jit, compiler_options=None if case.command_buffers else NO_GRAPHS)
         def attend(queries: Any, caches: tuple[KVCache, ...], batch: PagedBatch, arrays: dict[str, Any]) -> Any:
             return tuple(
                 paged_attention(

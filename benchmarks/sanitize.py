@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +34,8 @@ from rich.table import Table
 
 from jaxpaged import KVCache, PagedBatch, copy_blocks, gather_kv, merge_attention_states, paged_attention, write_kv
 from jaxpaged.testing.cases import Case, build, tolerance
-from jaxpaged.testing.verify import relative_error
+from jaxpaged.testing.doors import DOORS
+from jaxpaged.testing.verify import compare, relative_error
 
 RESULTS = Path(__file__).parent / "results" / "sanitizer.md"
 DONE = "sanitize: all checks passed"
@@ -94,7 +96,20 @@ SLOTS = [5, -1, 23, 24, 0, -(2**31), 2**31 - 1, 47, 48, 11, 23, 2, 10**6, 10**9]
 PAIRS = [[0, 1], [1, 2], [-1, 3], [3, 6], [6, 4], [2**31 - 1, 0], [0, -(2**31)], [2, 5], [10**6, 1], [1, 10**6]]
 
 
-def random_cache(dtype: str, scales: Any, layout: str) -> KVCache:
+Place = Callable[[np.ndarray], Any]
+
+
+def by_both(call: Callable[[str, Place], Any]) -> tuple[Any, Any]:
+    """What a call gives by the reference, on the CPU, and by the kernels.
+
+    On a GPU memcheck finds that XLA's own kernel for the reference's scatter reads a slot past the last one.
+    """
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = jax.device_get(call("reference", jnp.asarray))
+    return expected, call("mosaic_gpu", place)
+
+
+def random_cache(dtype: str, scales: Any, layout: str, place: Place = place) -> KVCache:
     rng = np.random.default_rng(0)
     cache = KVCache.zeros(6, 8, 2, 32, dtype, layout=layout, scales=scales)
 
@@ -116,37 +131,78 @@ def write(dtype: str, scales: Any = None, layout: str = "NHD") -> None:
     rng = np.random.default_rng(1)
     slots = np.array(SLOTS, np.int32)
     rows = [rng.standard_normal((len(SLOTS), 2, 32)).astype(jnp.bfloat16) for _ in range(2)]
-    results = []
-    for implementation in ("reference", "mosaic_gpu"):
+
+    def written(implementation: str, place: Place) -> KVCache:
         call = jax.jit(functools.partial(write_kv, implementation=implementation), donate_argnums=0)
-        results.append(call(random_cache(dtype, scales, layout), *map(place, rows), place(slots)))
+        return call(random_cache(dtype, scales, layout, place), *map(place, rows), place(slots))
+
     # XLA rounds a quotient otherwise than the kernel does.
-    same(*results, f"write {dtype} {layout}", share=0.0 if scales is None else 0.05)
+    same(*by_both(written), f"write {dtype} {layout}", share=0.0 if scales is None else 0.05)
 
 
 def copy(layout: str) -> None:
     pairs = np.array(PAIRS, np.int32)
-    results = []
-    for implementation in ("reference", "mosaic_gpu"):
+
+    def copied(implementation: str, place: Place) -> KVCache:
         call = jax.jit(functools.partial(copy_blocks, implementation=implementation), donate_argnums=0)
-        results.append(call(random_cache("bfloat16", None, layout), place(pairs)))
-    same(*results, f"copy {layout}")
+        return call(random_cache("bfloat16", None, layout, place), place(pairs))
+
+    same(*by_both(copied), f"copy {layout}")
 
 
 def gather() -> None:
     table = np.array([[5, 2, 99], [-1, 0, 3], [1, 1, 2**31 - 1]], np.int32)
-    arguments = (random_cache("bfloat16", None, "NHD"), place(table), np.array([9, 7, 100], np.int32))
-    results = [gather_kv(*arguments, total_tokens=37, implementation=i) for i in ("reference", "mosaic_gpu")]
-    same(*results, "gather")
+    lens = np.array([9, 7, 100], np.int32)
+
+    def gathered(implementation: str, place: Place) -> Any:
+        cache = random_cache("bfloat16", None, "NHD", place)
+        return gather_kv(cache, place(table), lens, total_tokens=37, implementation=implementation)
+
+    same(*by_both(gathered), "gather")
 
 
 def merge() -> None:
     rng = np.random.default_rng(2)
-    outputs = place(rng.standard_normal((3, 33, 4, 64)).astype(jnp.bfloat16))
-    lses = place(rng.standard_normal((3, 4, 33)).astype(np.float32))
-    merged = [merge_attention_states(outputs, lses, implementation=i)[0] for i in ("reference", "mosaic_gpu")]
-    difference = relative_error(*(np.asarray(x).astype(np.float64) for x in reversed(merged)))
+    outputs = rng.standard_normal((3, 33, 4, 64)).astype(jnp.bfloat16)
+    lses = rng.standard_normal((3, 4, 33)).astype(np.float32)
+
+    def merged(implementation: str, place: Place) -> Any:
+        return merge_attention_states(place(outputs), place(lses), implementation=implementation)[0]
+
+    difference = relative_error(*(np.asarray(x).astype(np.float64) for x in reversed(by_both(merged))))
     assert difference <= 1e-2, f"merge: {difference}"
+
+
+def attend_from_torch(case: Case, door: str) -> None:
+    """A case by a function for PyTorch's tensors, launched on PyTorch's stream."""
+    result = compare(case, door, DOORS[door])
+    assert result.ok and result.skipped is None, result
+
+
+def write_from_torch(scales: Any) -> None:
+    """The same write through PyTorch's function and through JAX, to the bit: both are one kernel."""
+    import torch
+
+    from jaxpaged.backends.functional import reshape_and_cache_flash
+
+    dtype = "bfloat16" if scales is None else "int8"
+    caches = [random_cache(dtype, scales, "NHD") for _ in range(2)]
+    rng = np.random.default_rng(1)
+    rows = [rng.standard_normal((len(SLOTS), 2, 32)).astype(jnp.bfloat16) for _ in range(2)]
+    slots = np.array(SLOTS, np.int32)
+    first = np.array([slots[i] not in slots[:i] for i in range(len(slots))])  # PyTorch's keeps any of equal slots
+    slots = np.where(first, slots, -1).astype(np.int32)
+    call = jax.jit(functools.partial(write_kv, implementation="mosaic_gpu"), donate_argnums=0)
+    expected = call(caches[0], *map(place, rows), place(slots))
+    leaves = [torch.from_dlpack(x) for x in jax.tree.leaves(caches[1])]
+    key, value = (torch.from_dlpack(place(x)) for x in rows)
+    rest = leaves[2:] or [1.0, 1.0]
+    reshape_and_cache_flash(
+        key, value, *leaves[:2], torch.from_dlpack(place(slots)), "auto" if scales is None else dtype, *rest
+    )
+    torch.cuda.synchronize()
+    for written, wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
+        assert torch.equal(written, torch.from_dlpack(wanted)), f"write from PyTorch: {dtype}"
 
 
 OPTIONS = {"window": (30, 0), "sinks": True, "alibi": True}
@@ -176,19 +232,40 @@ SUITE |= {
     "gather": gather,
     "merge": merge,
 }
+FROM_TORCH = {
+    "decode in parts": "torch-planned-cuda",
+    "speculative": "torch-planned-cuda",
+    "prefill in parts": "torch-varlen-cuda",
+    "mixed": "torch-planned-cuda",
+    "bad blocks": "torch-varlen-cuda",
+    "head size 40, group 3": "torch-varlen-cuda",
+}
+TORCH_SUITE: dict[str, Callable[[], None]] = {
+    f"PyTorch: {case.name}": functools.partial(attend_from_torch, case, FROM_TORCH[case.name])
+    for case in CASES
+    if case.name in FROM_TORCH
+}
+TORCH_SUITE |= {
+    "PyTorch: cache write": functools.partial(write_from_torch, None),
+    "PyTorch: cache write, int8 by token and head": functools.partial(write_from_torch, "token_head"),
+}
 
 
 @app.command()
-def run(only: Annotated[str, typer.Option(help="A regular expression of names.")] = "") -> None:
-    """Run the suite in this process."""
+def run(
+    only: Annotated[str, typer.Option(help="A regular expression of names.")] = "",
+    part: Annotated[int, typer.Option(help="Which of the parts of those.")] = 0,
+    parts: Annotated[int, typer.Option(help="Into how many they are divided.")] = 1,
+) -> None:
+    """Run the suite, or a part of it, in this process."""
     without_pools()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, memory from {'PyTorch' if _torch() else 'XLA'}")
-    for name, check in SUITE.items():
-        if re.search(only, name):
-            start = time.perf_counter()
-            check()
-            _kept.clear()
-            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+    suite = SUITE | (TORCH_SUITE if _torch() else {})
+    for name, check in [item for item in suite.items() if re.search(only, item[0])][part::parts]:
+        start = time.perf_counter()
+        check()
+        _kept.clear()
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
     print(DONE, flush=True)
 
 
@@ -236,8 +313,15 @@ RUNS = [
     Run("memcheck", ("plant", "good-write"), False, "the same write, to the last row"),
     Run("racecheck", ("plant", "race"), True, "planted: shared memory read without a wait"),
     Run("racecheck", ("plant", "awaited"), False, "the same read, after a wait at a barrier"),
-    Run("memcheck", ("run",), False, "the suite"),
-    Run("racecheck", ("run",), False, "the suite"),
+]
+FIRST_PORT, PORTS = 49152, 16
+"""Of the tools: runs side by side must not share any. A run takes up to 10."""
+PARTS = 4
+"""Processes that the suite is divided among: under a tool a launch takes seconds."""
+RUNS += [
+    Run(tool, ("run", "--part", str(part), "--parts", str(PARTS)), False, f"the suite, part {part + 1} of {PARTS}")
+    for tool in ("memcheck", "racecheck")
+    for part in range(PARTS)
 ]
 
 TOOL_OPTIONS = {
@@ -292,10 +376,12 @@ def find_sanitizer() -> str:
     raise SystemExit("compute-sanitizer: not found on the PATH or under /usr/local/cuda*; give --sanitizer")
 
 
-def execute(run: Run, sanitizer: str, logs: Path, timeout: float) -> Outcome:
-    """Run it in a process of its own, with its output in a file."""
+def execute(run: Run, sanitizer: str, logs: Path, timeout: float, port: int) -> Outcome:
+    """Run it in a process of its own, with its output in a file; the tool takes ports from `port` on."""
     log = logs / f"{run.tool}-{'-'.join(run.arguments)}.txt"
-    command = [sanitizer, "--tool", run.tool, *TOOL_OPTIONS[run.tool], sys.executable, __file__, *run.arguments]
+    tool = [sanitizer, "--tool", run.tool, *TOOL_OPTIONS[run.tool], "--port", str(port)]
+    # Compilers that XLA starts are no targets: they would wait for ports.
+    command = [*tool, "--target-processes", "application-only", sys.executable, __file__, *run.arguments]
     start = time.perf_counter()
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -326,16 +412,19 @@ def everything(
     sanitizer: Annotated[str | None, typer.Option(help="Path of compute-sanitizer.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for a run.")] = 170,
     only: Annotated[str, typer.Option(help="A regular expression of tools, arguments and descriptions.")] = "",
+    at_once: Annotated[int, typer.Option(help="Runs side by side.")] = 1,
 ) -> None:
     """Run the suite and the planted faults under both tools; exit 1 unless all is as it should be."""
     path = sanitizer or find_sanitizer()
     folder = logs or Path(tempfile.mkdtemp(prefix="sanitizer-"))
     folder.mkdir(parents=True, exist_ok=True)
+    chosen = [one for one in RUNS if re.search(only, f"{one.tool} {' '.join(one.arguments)} {one.what}")]
     outcomes = []
-    for one in RUNS:
-        if re.search(only, f"{one.tool} {' '.join(one.arguments)} {one.what}"):
-            outcomes.append(execute(one, path, folder, timeout))
-            print(*cells(outcomes[-1]), sep=" | ", flush=True)
+    with ThreadPoolExecutor(at_once) as executor:
+        ports = range(FIRST_PORT, 2**16, PORTS)
+        for outcome in executor.map(lambda one, port: execute(one, path, folder, timeout, port), chosen, ports):
+            outcomes.append(outcome)
+            print(*cells(outcome), sep=" | ", flush=True)
     table = Table(*HEADINGS, title=f"compute-sanitizer, logs in {folder}")
     for outcome in outcomes:
         table.add_row(*cells(outcome))
@@ -357,7 +446,7 @@ def document(outcomes: list[Outcome], sanitizer: str) -> str:
         f"- Machine: {_first_line('nvidia-smi', '--query-gpu=name,driver_version', '--format=csv,noheader')}",
         f"- Versions: jax {jax.__version__}, {_first_line(sanitizer, '--version', last=True)}",
         f"- Command: `python {' '.join(sys.argv)}`",
-        f"- The suite: {len(SUITE)} calls: {'; '.join(SUITE)}.",
+        f"- The suite: {len(SUITE | TORCH_SUITE)} calls: {'; '.join(SUITE | TORCH_SUITE)}.",
         "- Whether memcheck sees a write near a buffer depends on what else lies there; guard bands show those",
         "  (`tests/pallas/test_bounds.py`).",
         "",

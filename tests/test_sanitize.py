@@ -99,14 +99,23 @@ def test_a_run_under_a_tool(sanitize: Any, tmp_path: Path, name: str, options: s
     tool.write_text(f'#!/bin/sh\necho "$@"\necho "{sanitize.DONE}"\necho "========= {summary}"\n')
     tool.chmod(0o755)
     run = sanitize.Run(name, ("plant", "far-write"), True, "")
-    outcome = sanitize.execute(run, str(tool), tmp_path, 60)
+    outcome = sanitize.execute(run, str(tool), tmp_path, 60, 50000)
     assert (outcome.reported, outcome.finished, outcome.ok) == (2, True, True)
-    assert f"--tool {name} {options} {sys.executable}" in outcome.log.read_text()
+    said = outcome.log.read_text()
+    assert f"--tool {name} {options} --port 50000 --target-processes application-only {sys.executable}" in said
     assert str(tmp_path) not in sanitize.document([outcome], str(tool)).split("| run |")[1]
     tool.write_text("#!/bin/sh\nsleep 60\n")
-    outcome = sanitize.execute(run, str(tool), tmp_path, 0.2)
+    outcome = sanitize.execute(run, str(tool), tmp_path, 0.2, 50000)
     assert (outcome.reported, outcome.ok) == (None, False)
     assert outcome.seconds < 30
+
+
+def test_the_parts_of_the_suite_are_all_of_it(sanitize: Any) -> None:
+    suite = list(range(len(sanitize.SUITE | sanitize.TORCH_SUITE)))
+    for tool in ("memcheck", "racecheck"):
+        runs = [run.arguments for run in sanitize.RUNS if run.tool == tool and run.arguments[0] == "run"]
+        parts = [suite[int(part) :: int(parts)] for _, _, part, _, parts in runs]
+        assert sorted(sum(parts, [])) == suite
 
 
 def test_the_suite_compares_what_it_runs(sanitize: Any) -> None:
