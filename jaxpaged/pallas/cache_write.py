@@ -212,8 +212,10 @@ def _convert(tile: RowTile, refs: dict[str, Any], interpret: Interpreter | None)
     pieces = [load(piece, tile.layout).astype(jnp.float32) for piece in refs[f"{tile.which}_in"]]
     scale = _scale(tile, pieces, refs)
     for piece, target in zip(pieces, refs[f"{tile.which}_out"], strict=True):
-        floats = tile.stored == jnp.float32
-        store(target, piece if floats else quantize(piece, tile.stored, tile.kept_as, scale, tile.layout, interpret))
+        if tile.stored != jnp.float32:
+            short = tile.dtype.itemsize == 2
+            piece = quantize(piece, tile.stored, tile.kept_as, scale, tile.layout, short, interpret)
+        store(target, piece)
     plgpu.commit_smem()
 
 

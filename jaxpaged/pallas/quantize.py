@@ -7,20 +7,25 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.pallas.fragments import divide
+from jaxpaged.pallas.fragments import divide, divide_short
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.reference.quantize import largest
 
 
-def quantize(x: Any, dtype: Any, kept_as: Any, scale: Any, layout: Any, interpret: Interpreter | None) -> Any:
+def quantize(
+    x: Any, dtype: Any, kept_as: Any, scale: Any, layout: Any, short: bool, interpret: Interpreter | None
+) -> Any:
     """`x / scale` rounded to the nearest number of `dtype`, ties to even, saturated; NaN is 0 in int8.
 
     Args:
       x: [rows, columns] float32, in `layout`.
+      short: whether these are numbers of 16 bits.
       kept_as: dtype of the result, which has the bits of `dtype`.
       scale: float32 scalar, [rows], or None for 1.
     """
-    if scale is not None:
+    if scale is not None and short:
+        x = divide_short(x, scale, layout.reduce(1) if scale.ndim else plgpu.Layout.WG_SPLAT, layout, interpret)
+    elif scale is not None:
         scale = lax.broadcast_in_dim(scale, x.shape, [0]) if scale.ndim else jnp.full(x.shape, scale)
         x = divide(x, plgpu.layout_cast(scale, layout), layout, interpret)
     limit = largest(dtype)

@@ -20,11 +20,13 @@ from jaxpaged.pallas.fragments import (
     by_four,
     columns_in_turn,
     divide,
+    divide_short,
     permuted_columns,
 )
 from jaxpaged.pallas.matmul import dot, transposed
 from jaxpaged.pallas.mosaic import interpreter, kernel, store
 from jaxpaged.pallas.paged_tiles import swizzled
+from jaxpaged.pallas.row_tiles import load, rows_layout
 
 
 def in_kernel(body, out, *inputs, smem):
@@ -134,6 +136,43 @@ def test_division_rounds_to_nearest(kernels):
     out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     got = in_kernel(body, out, x, y, smem=[plgpu.SMEM(x.shape, jnp.float32)] * 2)
     np.testing.assert_array_equal(np.asarray(got), x / y)
+
+
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 60000.0, 2.0**-24]
+DIVISORS = [1.0, 0.5, 2 - 2.0**-23, 1 + 2.0**-23, 2.0**-126, 3e-30, 1e20, 2.0**100]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_division_of_short_numbers_rounds_to_8_bits(kernels, dtype, by_row):
+    """Quotients may be off in the last place, but not to where another number of 8 bits is nearer."""
+    rng, interpret = np.random.default_rng(0), interpreter()
+    x = rng.uniform(0.01, 10, (ROWS, 128)).astype(dtype).astype(np.float32)
+    x[:, : len(SPECIAL)] = np.array(SPECIAL).astype(dtype)
+    y = rng.uniform(0.01, 10, ROWS).astype(np.float32)
+    y[: len(DIVISORS)] = DIVISORS
+    if not by_row:
+        y[:] = DIVISORS[2]
+    layout = rows_layout(128, 2)
+    y_layout = layout.reduce(1) if by_row else plgpu.Layout.WG_SPLAT
+
+    def body(out, x_ref, y_ref):
+        divisor = load(y_ref, y_layout) if by_row else y_ref[0]
+        out[...] = divide_short(load(x_ref, layout), divisor, y_layout, layout, interpret)
+
+    out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    smem = [plgpu.SMEM(x.shape, jnp.float32), plgpu.SMEM(y.shape, jnp.float32)]
+    got = np.asarray(in_kernel(body, out, x, y, smem=smem))
+    with np.errstate(all="ignore"):
+        expected = x / y[:, None]
+    np.testing.assert_allclose(got, expected, rtol=2e-7)
+    number = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.signbit(got)[number], np.signbit(expected)[number])
+    if interpret is None:  # on the CPU XLA itself takes inverses
+        bits, wanted = (a.view(np.int32) for a in (got, expected))
+        differ = (bits != wanted) & number
+        assert differ.mean() < 1e-3
+        assert not (differ & ((bits % 2**16 == 0) | (wanted % 2**16 == 0))).any()
 
 
 @pytest.mark.parametrize(
