@@ -20,10 +20,10 @@ from jaxpaged.pallas.config import decode_config, prefill_config
 from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.decode_plan_kernel import DecodeCut, plan_decode_by_kernel
 from jaxpaged.pallas.decode_shape import DecodeShape
-from jaxpaged.pallas.prefill import PrefillShape
 from jaxpaged.pallas.prefill_merge import merge_parts
 from jaxpaged.pallas.prefill_plan import PrefillPlan, PrefillTiling
 from jaxpaged.pallas.prefill_plan_kernel import plan_prefill_by_kernel
+from jaxpaged.pallas.prefill_shape import PrefillShape
 from jaxpaged.pallas.tuning import Gpu
 from jaxpaged.reference.attention import AttentionOptions
 

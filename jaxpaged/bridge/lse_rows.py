@@ -5,7 +5,7 @@ import math
 import torch
 
 from jaxpaged.pallas import decode_plan as field
-from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape
+from jaxpaged.pallas.prefill_shape import WG_ROWS, PrefillShape
 
 _LN2 = math.log(2)
 

@@ -27,8 +27,8 @@ from jaxpaged.bridge.prefill_shapes import (
 from jaxpaged.bridge.process import forget_after_fork
 from jaxpaged.metadata.buckets import next_bucket
 from jaxpaged.metadata.checks import check_shape
-from jaxpaged.pallas.prefill import WG_ROWS
 from jaxpaged.pallas.prefill_plan import most_tiles
+from jaxpaged.pallas.prefill_shape import WG_ROWS
 
 _MISALIGNED = ALIGNMENT - 1
 _prefillers: dict[Any, "_Prefiller"] = {}

@@ -32,8 +32,8 @@ from jaxpaged.metadata.buckets import next_bucket
 from jaxpaged.pallas.attention import cache_refusal, decoded_lens
 from jaxpaged.pallas.decode_plan_kernel import DecodeCut
 from jaxpaged.pallas.plans import prefill_refusal
-from jaxpaged.pallas.prefill import PrefillShape
 from jaxpaged.pallas.prefill_plan import NUM_FIELDS, PrefillPlan, PrefillTiling, most_items
+from jaxpaged.pallas.prefill_shape import PrefillShape
 from jaxpaged.reference.attention import AttentionOptions
 
 _ALIGNMENT = 4

@@ -28,10 +28,11 @@ from jaxpaged.pallas.eight_bits import has_row_scales, scale_refusal
 from jaxpaged.pallas.functions import function_refusal
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.plans import plan_decode, plan_prefill
-from jaxpaged.pallas.prefill import PrefillShape, prefill
+from jaxpaged.pallas.prefill import prefill
 from jaxpaged.pallas.prefill_merge import merge_parts
 from jaxpaged.pallas.prefill_plan import PrefillPlan
 from jaxpaged.pallas.prefill_rows import row_requests, rows_of_tiles
+from jaxpaged.pallas.prefill_shape import PrefillShape
 from jaxpaged.pallas.scores import LN2
 from jaxpaged.pallas.tuning import Gpu, gpu_of
 from jaxpaged.reference.attention import AttentionOptions

@@ -23,8 +23,9 @@ from jaxpaged.metadata.kv_cache import KVCache
 from jaxpaged.pallas import prefill_plan as field
 from jaxpaged.pallas.config import TILE_ROWS, can_be_packed, packed_tokens, prefill_config
 from jaxpaged.pallas.mosaic import Interpreter
-from jaxpaged.pallas.prefill import PrefillShape, prefill
+from jaxpaged.pallas.prefill import prefill
 from jaxpaged.pallas.prefill_plan import PrefillPlan
+from jaxpaged.pallas.prefill_shape import PrefillShape
 from jaxpaged.pallas.scores import LN2
 from jaxpaged.pallas.tuning import Gpu
 from jaxpaged.reference.attention import AttentionOptions

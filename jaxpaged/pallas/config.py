@@ -4,11 +4,10 @@ from typing import Any, NamedTuple
 
 from jaxpaged.metadata.batch import PagedBatch
 from jaxpaged.metadata.kv_cache import KVCache
-from jaxpaged.pallas.decode_shape import DecodeShape
-from jaxpaged.pallas.decode_teams import reduction_numbers
+from jaxpaged.pallas.decode_shape import DecodeShape, reduction_numbers
 from jaxpaged.pallas.eight_bits import has_row_scales, product_dtype
-from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape
 from jaxpaged.pallas.prefill_plan import PrefillTiling
+from jaxpaged.pallas.prefill_shape import WG_ROWS, PrefillShape
 from jaxpaged.pallas.scores import changes_scores
 from jaxpaged.pallas.tuning import CallShape, Gpu
 from jaxpaged.reference.attention import AttentionOptions

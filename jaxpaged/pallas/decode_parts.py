@@ -11,43 +11,41 @@ after it, and might find no multiprocessor: the last share is the first CTA's.
 """
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxpaged.pallas.decode_shape import DecodeShape
+from jaxpaged.pallas.decode_state import Memory, Operands, Piece
 from jaxpaged.pallas.decode_teams import BY_ROW, Merged, first_own, joined, load_values
 from jaxpaged.pallas.flags import raise_flag, wait_and_lower
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.ranges import ceil_div
 
-if TYPE_CHECKING:
-    from jaxpaged.pallas.decode import Memory, Operands, Piece
-    from jaxpaged.pallas.decode_shape import DecodeShape
 
-
-def own_share(shape: "DecodeShape") -> Any:
+def own_share(shape: DecodeShape) -> Any:
     """The share of this CTA."""
     return shape.num_shares - 1 - lax.axis_index("share")
 
 
-def place_rows(shape: "DecodeShape") -> tuple[int, int]:
+def place_rows(shape: DecodeShape) -> tuple[int, int]:
     """Rows of a part for which a place in the ring of keys has room, and how many numbers are left over."""
     keys = shape.tiles("key")
     return divmod(keys.tile_rows * keys.chunks * CHUNK * jnp.dtype(keys.dtype).itemsize // 4, shape.columns)
 
 
-def brings_parts(shape: "DecodeShape") -> bool:
+def brings_parts(shape: DecodeShape) -> bool:
     """Whether others' parts come through the ring of keys: each place has room for one, in as many copies as a tile."""
     rows, rest = place_rows(shape)
     most_copies = 2 * shape.tiles("key").copies  # of scales, too
     return rest == 0 and shape.part_rows <= rows and most_copies <= shape.part_rows // 8
 
 
-def ring_of_keys(shape: "DecodeShape", interpret: Interpreter | None) -> dict[str, Any]:
+def ring_of_keys(shape: DecodeShape, interpret: Interpreter | None) -> dict[str, Any]:
     """The shared memory for keys, and for parts where those come the same way; `ring_views` are of it."""
     keys: Any = shape.tiles("key").smem(interpret)
     if not brings_parts(shape):
@@ -58,7 +56,7 @@ def ring_of_keys(shape: "DecodeShape", interpret: Interpreter | None) -> dict[st
     return {"k": plgpu.RefUnion(*(keys.refs if isinstance(keys, plgpu.RefUnion) else [keys]), parts)}
 
 
-def ring_views(shape: "DecodeShape", memory: "Memory", interpret: Interpreter | None) -> tuple[Any, Any]:
+def ring_views(shape: DecodeShape, memory: Memory, interpret: Interpreter | None) -> tuple[Any, Any]:
     """The memory for keys as `PagedTiles.views` takes it, and that for parts, or None."""
     if interpret is not None or not brings_parts(shape):
         return memory.k, memory.parts
@@ -67,10 +65,10 @@ def ring_views(shape: "DecodeShape", memory: "Memory", interpret: Interpreter | 
 
 
 def bring_parts(
-    shape: "DecodeShape",
-    operands: "Operands",
-    memory: "Memory",
-    piece: "Piece",
+    shape: DecodeShape,
+    operands: Operands,
+    memory: Memory,
+    piece: Piece,
     before: Any,
     interpret: Interpreter | None,
 ) -> None:
@@ -105,10 +103,10 @@ def bring_parts(
 
 
 def take_up(
-    shape: "DecodeShape",
-    operands: "Operands",
-    memory: "Memory",
-    piece: "Piece",
+    shape: DecodeShape,
+    operands: Operands,
+    memory: Memory,
+    piece: Piece,
     before: Any,
     wg: Any,
     state: Merged,
@@ -139,9 +137,7 @@ def take_up(
     return lax.fori_loop(0, own, take, state)
 
 
-def leave_part(
-    shape: "DecodeShape", operands: "Operands", memory: "Memory", lse: Any, interpret: Interpreter | None
-) -> None:
+def leave_part(shape: DecodeShape, operands: Operands, memory: Memory, lse: Any, interpret: Interpreter | None) -> None:
     """Send this share's part, whose output and lses are in shared memory, and say when it is there."""
     share, head = own_share(shape), lax.axis_index("head")
     part = operands.parts.at[share, head]
@@ -151,7 +147,7 @@ def leave_part(
     raise_flag(operands.flags.at[head, share], interpret)
 
 
-def _load(shape: "DecodeShape", part: Any) -> tuple[Any, list[Any]]:
+def _load(shape: DecodeShape, part: Any) -> tuple[Any, list[Any]]:
     """A part's lses and output."""
     lse = plgpu.load(part.at[shape.padded_v_size], layout=BY_ROW, optimized=False)
     return lse, list(load_values(shape, part))

@@ -1,7 +1,7 @@
 """What becomes of a request's rows in decode: outputs and lses, parts for other CTAs, and 0 where nothing is seen."""
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,6 +13,7 @@ from jaxpaged.pallas import decode_plan as field
 from jaxpaged.pallas.decode_parts import leave_part, own_share
 from jaxpaged.pallas.decode_plan import DecodePlan
 from jaxpaged.pallas.decode_shape import DecodeShape, column_place
+from jaxpaged.pallas.decode_state import Memory, Operands, Piece
 from jaxpaged.pallas.decode_teams import BY_ROW, Merged
 from jaxpaged.pallas.eight_bits import scale_of_head
 from jaxpaged.pallas.matmul import transposed
@@ -21,9 +22,6 @@ from jaxpaged.pallas.paged_tiles import send_rows
 from jaxpaged.pallas.prefill_rows import row_requests
 from jaxpaged.pallas.scores import LN2, normalized, with_sink
 from jaxpaged.pallas.warps import fill
-
-if TYPE_CHECKING:
-    from jaxpaged.pallas.decode import Memory, Operands, Piece
 
 LSE = 0
 """The row of `Memory.by_column` for lses."""
@@ -37,9 +35,9 @@ def columns_of(values: Any, request: Any, shape: DecodeShape) -> Any:
 
 def store_piece(
     shape: DecodeShape,
-    operands: "Operands",
-    memory: "Memory",
-    piece: "Piece",
+    operands: Operands,
+    memory: Memory,
+    piece: Piece,
     interpret: Interpreter | None,
     state: Merged,
 ) -> None:
@@ -80,7 +78,7 @@ def _weighted(shape: DecodeShape, state: Merged, factor: Any) -> list[tuple[Any,
 
 
 def _send_output(
-    shape: DecodeShape, operands: "Operands", memory: "Memory", piece: "Piece", state: Merged, weight: Any, lse: Any
+    shape: DecodeShape, operands: Operands, memory: Memory, piece: Piece, state: Merged, weight: Any, lse: Any
 ) -> None:
     if operands.sinks is not None:
         weight = with_sink(weight, lse, columns_of(operands.sinks, 0, shape))
@@ -96,12 +94,12 @@ def _send_output(
         pl.when(run[0] < piece.q_len)(functools.partial(send, *run))
 
 
-def _output_rows(shape: DecodeShape, operands: "Operands", token: Any, first: int, count: int) -> Any:
+def _output_rows(shape: DecodeShape, operands: Operands, token: Any, first: int, count: int) -> Any:
     """The output of a token and some of this CTA's query heads."""
     return operands.out.at[token, pl.ds(lax.axis_index("head") * shape.group + first, count)]
 
 
-def _write_lses(shape: DecodeShape, operands: "Operands", piece: "Piece", lses: Any) -> None:
+def _write_lses(shape: DecodeShape, operands: Operands, piece: Piece, lses: Any) -> None:
     """Write natural lses by token and head, of ones by row in units of log 2 in shared memory."""
 
     def write(i: Any, _: None) -> None:
@@ -112,7 +110,7 @@ def _write_lses(shape: DecodeShape, operands: "Operands", piece: "Piece", lses: 
     lax.fori_loop(0, piece.q_len * shape.group, write, None)
 
 
-def clear_rows(shape: DecodeShape, operands: "Operands", interpret: Interpreter | None) -> None:
+def clear_rows(shape: DecodeShape, operands: Operands, interpret: Interpreter | None) -> None:
     """Write 0, and lses of -inf, to the rows of requests that attend to nothing, and to those of none: a warp's work.
 
     Shares take turns with requests, and with the tokens of none.

@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 
 from jaxpaged.metadata.kv_cache import QUANTIZED_DTYPES
 from jaxpaged.metadata.layout import CacheDims, KVLayout
-from jaxpaged.pallas.decode_teams import reduction_numbers
 from jaxpaged.pallas.flags import FLAG
 from jaxpaged.pallas.paged_tiles import CHUNK, PagedTiles, swizzled
 
@@ -137,6 +136,11 @@ def divided(x: Any, y: int) -> tuple[Any, Any]:
     """Quotient and remainder of numbers of 0 or more, vectors or not."""
     by = jnp.full(jnp.shape(x), y, jnp.int32) if jnp.ndim(x) else jnp.int32(y)
     return lax.div(x, by), lax.rem(x, by)
+
+
+def reduction_numbers(columns: int) -> int:
+    """Numbers of 32 bits that a warpgroup finds a maximum of each column with."""
+    return max(512, 32 * columns)
 
 
 def reduction_bytes(shape: DecodeShape) -> int:

@@ -7,20 +7,18 @@ registers for it.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxpaged.pallas.decode_shape import DecodeShape, reduction_numbers
+from jaxpaged.pallas.decode_state import Memory, Softmax
 from jaxpaged.pallas.fragments import reduced
 from jaxpaged.pallas.mosaic import Interpreter, store
 from jaxpaged.pallas.ranges import Loop, ceil_div
-
-if TYPE_CHECKING:
-    from jaxpaged.pallas.decode import Memory, Softmax
-    from jaxpaged.pallas.decode_shape import DecodeShape
 
 BY_ROW = plgpu.Layout.WGMMA.reduce(0)
 """How one number for each row of a request lies in registers: rows are the columns of products."""
@@ -38,7 +36,7 @@ class Merged(NamedTuple):
     acc: tuple[Any, ...]
 
 
-def scratch(shape: "DecodeShape") -> dict[str, Any]:
+def scratch(shape: DecodeShape) -> dict[str, Any]:
     """Shared memory and barriers for what warpgroups hand over."""
     others = shape.warpgroups - 1
     return {
@@ -50,12 +48,7 @@ def scratch(shape: "DecodeShape") -> dict[str, Any]:
     }
 
 
-def reduction_numbers(columns: int) -> int:
-    """Numbers of 32 bits that a warpgroup finds a maximum of each column with."""
-    return max(512, 32 * columns)
-
-
-def first_own(shape: "DecodeShape", wg: Any, tiles: Any) -> Any:
+def first_own(shape: DecodeShape, wg: Any, tiles: Any) -> Any:
     """The first of a piece's tiles, before which `tiles` of the share lie, that is a warpgroup's.
 
     A place in the ring is always one warpgroup's, since their number divides that of places: each waits for all phases
@@ -65,26 +58,26 @@ def first_own(shape: "DecodeShape", wg: Any, tiles: Any) -> Any:
     return lax.rem(wg + n - lax.rem(tiles, n), n)
 
 
-def own_tiles(shape: "DecodeShape", first: Any, loop: Loop) -> Loop:
+def own_tiles(shape: DecodeShape, first: Any, loop: Loop) -> Loop:
     """Of tiles of a piece those of a warpgroup, the first of which is `first`, counted by themselves."""
     begin, end, how = loop
     begin, end = (ceil_div(jnp.maximum(x - first, 0), jnp.int32(shape.warpgroups)) for x in (begin, end))
     return begin, end, how
 
 
-def maximum(shape: "DecodeShape", memory: "Memory", s: Any, interpret: Interpreter | None) -> Any:
+def maximum(shape: DecodeShape, memory: Memory, s: Any, interpret: Interpreter | None) -> Any:
     """Of each column; warpgroups need memory of their own for it, where Mosaic would give all of them the same."""
     return s.max(axis=0) if shape.warpgroups == 1 else reduced("max", s, memory.reductions, interpret)
 
 
-def summed(shape: "DecodeShape", memory: "Memory", state: "Softmax", interpret: Interpreter | None) -> Merged:
+def summed(shape: DecodeShape, memory: Memory, state: Softmax, interpret: Interpreter | None) -> Merged:
     """A warpgroup's state with the sums of its threads added up."""
     total = state.total
     total = total.sum(axis=0) if shape.warpgroups == 1 else reduced("add", total, memory.reductions, interpret)
     return Merged(state.peak, total, state.acc)
 
 
-def hand_over(shape: "DecodeShape", memory: "Memory", wg: Any, pieces: Any, state: Merged) -> None:
+def hand_over(shape: DecodeShape, memory: Memory, wg: Any, pieces: Any, state: Merged) -> None:
     """Leave a state to the first warpgroup, when it has taken that of the piece before."""
     mine = wg - 1
     pl.when(pieces > 0)(lambda: plgpu.barrier_wait(memory.taken))
@@ -95,7 +88,7 @@ def hand_over(shape: "DecodeShape", memory: "Memory", wg: Any, pieces: Any, stat
     plgpu.barrier_arrive(memory.handed_over.at[mine])
 
 
-def merge(shape: "DecodeShape", memory: "Memory", state: Merged) -> Merged:
+def merge(shape: DecodeShape, memory: Memory, state: Merged) -> Merged:
     """The first warpgroup's state with those of the others."""
     for other in range(shape.warpgroups - 1):
         plgpu.barrier_wait(memory.handed_over.at[other])
@@ -107,7 +100,7 @@ def merge(shape: "DecodeShape", memory: "Memory", state: Merged) -> Merged:
     return state
 
 
-def load_values(shape: "DecodeShape", ref: Any) -> Iterator[Any]:
+def load_values(shape: DecodeShape, ref: Any) -> Iterator[Any]:
     """The output, transposed, that lies in the first rows of some memory, in the pieces of `Merged.acc`."""
     for rows in shape.value_rows:
         yield plgpu.load(ref.at[rows, :], layout=plgpu.Layout.WGMMA, optimized=False)

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,23 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.metadata.kv_cache import FLOAT8_DTYPES, KVCache
+from jaxpaged.pallas.decode_shape import DecodeShape
+from jaxpaged.pallas.decode_state import Memory, Operands
 from jaxpaged.pallas.decode_teams import BY_ROW
-from jaxpaged.pallas.fragments import (
-    as_operand,
-    as_permuted,
-    by_16_bytes,
-    by_four,
-    columns_in_turn,
-    reduced,
-)
+from jaxpaged.pallas.fragments import as_operand, as_permuted, by_16_bytes, by_four, columns_in_turn, reduced
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
 from jaxpaged.pallas.mosaic import Interpreter, store
 from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.row_tiles import rows_layout
-
-if TYPE_CHECKING:
-    from jaxpaged.pallas.decode import Memory, Operands
-    from jaxpaged.pallas.decode_shape import DecodeShape
 
 UNIT = 1
 """The row of `Memory.by_column` for the units of queries."""
@@ -65,7 +56,7 @@ def scale_refusal(query_dtype: Any, cache: KVCache) -> str | None:
     return None
 
 
-def scale_operands(cache: KVCache, shape: "DecodeShape") -> dict[str, Any]:
+def scale_operands(cache: KVCache, shape: DecodeShape) -> dict[str, Any]:
     """The cache's scales as kernels take them: `k_scale` and `v_scale` [1] or [num_kv_heads], or `k_scales` and
     `v_scales` [num_blocks, .., columns of `PagedTiles.scale_rows`]."""
     given = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
@@ -80,7 +71,7 @@ def scale_of_head(scale: Any) -> Any:
     return scale[lax.axis_index("head") if scale.shape[0] > 1 else 0]
 
 
-def scratch(shape: "DecodeShape", *, row_scales: bool) -> dict[str, Any]:
+def scratch(shape: DecodeShape, *, row_scales: bool) -> dict[str, Any]:
     """Shared memory for what is widened, and for scales."""
     keys, values = shape.tiles("key"), shape.tiles("value")
     each = () if shape.warpgroups == 1 else (shape.warpgroups,)
@@ -95,7 +86,7 @@ def scratch(shape: "DecodeShape", *, row_scales: bool) -> dict[str, Any]:
 
 
 def widen_queries(
-    shape: "DecodeShape", operands: "Operands", memory: "Memory", q_slot: Any, interpret: Interpreter | None
+    shape: DecodeShape, operands: Operands, memory: Memory, q_slot: Any, interpret: Interpreter | None
 ) -> Any:
     """Put a request's queries into `memory.queries` in the type of the products, in the order of `as_operand`.
 
@@ -129,7 +120,7 @@ def widen_queries(
     return units if scale is None else units * scale
 
 
-def _largest(shape: "DecodeShape", memory: "Memory", layout: Any, interpret: Interpreter | None, x: Any) -> Any:
+def _largest(shape: DecodeShape, memory: Memory, layout: Any, interpret: Interpreter | None, x: Any) -> Any:
     """The largest magnitude of each row."""
     if shape.warpgroups == 1:
         return jnp.abs(x).max(axis=1)
@@ -145,7 +136,7 @@ def _unit(peaks: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def products(
-    shape: "DecodeShape", memory: "Memory", slot: Any, q_slot: Any, interpret: Interpreter | None, *, at_once: bool
+    shape: DecodeShape, memory: Memory, slot: Any, q_slot: Any, interpret: Interpreter | None, *, at_once: bool
 ) -> Any:
     """Products with 8-bit keys, of all chunks at once or of one after the other: widened keys take registers."""
     keys = shape.tiles("key")
@@ -169,7 +160,7 @@ def products(
 
 
 def widen_values(
-    shape: "DecodeShape", memory: "Memory", slot: Any, used: Callable[[tuple[int, int], Any, int], Any] | None
+    shape: DecodeShape, memory: Memory, slot: Any, used: Callable[[tuple[int, int], Any, int], Any] | None
 ) -> None:
     """Put a tile's values into `memory.values` in the type of the products.
 
@@ -188,7 +179,7 @@ def widen_values(
 
 
 def _widened(
-    shape: "DecodeShape", smem: Any, slot: Any, rows: tuple[int, int], columns: tuple[int, int], layout: Any
+    shape: DecodeShape, smem: Any, slot: Any, rows: tuple[int, int], columns: tuple[int, int], layout: Any
 ) -> Any:
     """Some rows and columns of 8-bit numbers in registers, in the type of the products, which holds each exactly."""
     x = plgpu.load(smem.at[slot, pl.ds(*rows), pl.ds(*columns)], layout=layout, optimized=False)
@@ -197,9 +188,7 @@ def _widened(
     return x.astype(shape.dtype)
 
 
-def row_scales(
-    shape: "DecodeShape", scales: Any, slot: Any, size: tuple[int, ...], interpret: Interpreter | None
-) -> Any:
+def row_scales(shape: DecodeShape, scales: Any, slot: Any, size: tuple[int, ...], interpret: Interpreter | None) -> Any:
     """The scale of each row of a tile, position by position for each of this CTA's kv heads, along the first axis of an
     array."""
     first = lax.axis_index("head") * shape.heads

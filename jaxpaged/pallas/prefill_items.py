@@ -1,15 +1,14 @@
 """The items of a plan of prefill, which all warpgroups of a CTA walk through, each at its own pace."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpaged.pallas.prefill_plan import MOST_REQUESTS
-
-if TYPE_CHECKING:
-    from jaxpaged.pallas.prefill import Operands, PrefillShape
+from jaxpaged.pallas.prefill_shape import PrefillShape
+from jaxpaged.pallas.prefill_state import Operands
 
 
 class Item(NamedTuple):
@@ -48,7 +47,7 @@ class Visit(NamedTuple):
     steps: Any
 
 
-def _read_item(shape: "PrefillShape", operands: "Operands", index: Any) -> Item:
+def _read_item(shape: PrefillShape, operands: Operands, index: Any) -> Item:
     cta = lax.axis_index("cta")
     known = jnp.maximum(jnp.minimum(index, operands.counts[cta] - 1), 0)
     item = Item(*(operands.work[cta, known, f] for f in range(len(Item._fields))))
@@ -56,7 +55,7 @@ def _read_item(shape: "PrefillShape", operands: "Operands", index: Any) -> Item:
     return item if begins_anywhere else item._replace(first_step=jnp.int32(0))
 
 
-def for_each_item(shape: "PrefillShape", operands: "Operands", body: Callable[[Visit], None]) -> tuple[Any, Any]:
+def for_each_item(shape: PrefillShape, operands: Operands, body: Callable[[Visit], None]) -> tuple[Any, Any]:
     """Call `body` for each item of this CTA.
 
     An item's fields are read while the one before is worked on. Items without steps need no queries and take no turn:
@@ -76,6 +75,6 @@ def for_each_item(shape: "PrefillShape", operands: "Operands", body: Callable[[V
     return lax.fori_loop(0, operands.counts[lax.axis_index("cta")], visit, first)[:2]
 
 
-def kv_head(shape: "PrefillShape", item: Item) -> Any:
+def kv_head(shape: PrefillShape, item: Item) -> Any:
     """The kv head of an item."""
     return item.head if shape.tiling.packed else lax.div(item.head, jnp.int32(shape.group))

@@ -10,16 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpaged.pallas.batch_dims import BatchDims, BatchRefs
-from jaxpaged.pallas.lanes import (
-    MOST_SCANNED,
-    WARPGROUP,
-    gather,
-    indices,
-    last_at_most,
-    prefix_sum,
-    scatter,
-    whole,
-)
+from jaxpaged.pallas.lanes import MOST_SCANNED, WARPGROUP, gather, indices, last_at_most, prefix_sum, scatter, whole
 from jaxpaged.pallas.mosaic import Interpreter, store
 from jaxpaged.pallas.prefill_plan import (
     MAX_GROUPS,

@@ -14,8 +14,9 @@ from jaxpaged.pallas import prefill_plan as field
 from jaxpaged.pallas.fragments import BY_ROW
 from jaxpaged.pallas.mosaic import Interpreter, kernel, store
 from jaxpaged.pallas.paged_tiles import CHUNK, Views, split_views, two_views
-from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape, sinks_of_rows
+from jaxpaged.pallas.prefill_heads import sinks_of_rows
 from jaxpaged.pallas.prefill_plan import PrefillPlan
+from jaxpaged.pallas.prefill_shape import WG_ROWS, PrefillShape
 from jaxpaged.pallas.scores import normalized, with_sink
 
 SIZE = (WG_ROWS, CHUNK)

@@ -5,8 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpaged.metadata.batch import PagedBatch
-from jaxpaged.pallas.prefill import WG_ROWS, PrefillShape
 from jaxpaged.pallas.prefill_plan import PrefillPlan
+from jaxpaged.pallas.prefill_shape import WG_ROWS, PrefillShape
 
 
 def row_requests(batch: PagedBatch, num_tokens: int) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ bfloat16 and float16 hold each 8-bit number exactly. The scales are left to the 
 """
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,10 +16,9 @@ from jaxpaged.metadata.kv_cache import FLOAT8_DTYPES, KVCache
 from jaxpaged.pallas.mosaic import Interpreter, drain, store
 from jaxpaged.pallas.paged_tiles import PagedTiles
 from jaxpaged.pallas.prefill_items import Item, Visit, for_each_item, kv_head
+from jaxpaged.pallas.prefill_shape import PrefillShape
+from jaxpaged.pallas.prefill_state import Memory, Operands
 from jaxpaged.pallas.row_tiles import rows_layout
-
-if TYPE_CHECKING:
-    from jaxpaged.pallas.prefill import Memory, Operands, PrefillShape
 
 ROWS = 32
 """Rows that are in registers at a time."""
@@ -31,7 +30,7 @@ def scale_operands(cache: KVCache) -> dict[str, Any]:
     return {name: scale.reshape(-1) for name, scale in given.items() if scale is not None}
 
 
-def scale_of_item(shape: "PrefillShape", scale: Any, item: Item) -> Any:
+def scale_of_item(shape: PrefillShape, scale: Any, item: Item) -> Any:
     """From a reference to a scale per tensor or kv head, that of an item's head."""
     return scale[kv_head(shape, item) if scale.shape[0] > 1 else 0]
 
@@ -42,7 +41,7 @@ def positive_scale(scale: Any) -> Any:
     return jnp.maximum(jnp.abs(scale), jnp.float32(1e-30))
 
 
-def scratch(shape: "PrefillShape", interpret: Interpreter | None) -> dict[str, Any]:
+def scratch(shape: PrefillShape, interpret: Interpreter | None) -> dict[str, Any]:
     """Shared memory and barriers for 8-bit numbers, as TMA brings them."""
     found: dict[str, Any] = {}
     for name, which in (("narrow_k", "key"), ("narrow_v", "value")):
@@ -52,7 +51,7 @@ def scratch(shape: "PrefillShape", interpret: Interpreter | None) -> dict[str, A
     return found
 
 
-def widen(shape: "PrefillShape", operands: "Operands", memory: "Memory", interpret: Interpreter | None) -> None:
+def widen(shape: PrefillShape, operands: Operands, memory: Memory, interpret: Interpreter | None) -> None:
     """The warpgroup: each step's keys, then its values."""
     plgpu.set_max_registers(shape.registers[2], action="decrease")
 
@@ -73,7 +72,7 @@ def widen(shape: "PrefillShape", operands: "Operands", memory: "Memory", interpr
             drain(empty, steps, shape.stages)
 
 
-def _widen_tile(shape: "PrefillShape", tiles: PagedTiles, memory: "Memory", before: Any, sign: Any) -> None:
+def _widen_tile(shape: PrefillShape, tiles: PagedTiles, memory: Memory, before: Any, sign: Any) -> None:
     """Bring a tile, before which `before` were, from the ring of 8-bit numbers into the other one.
 
     Args:

@@ -11,7 +11,7 @@ import pytest
 from jaxpaged.pallas import decode, prefill
 from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.mosaic import interpreted
-from jaxpaged.pallas.prefill import PrefillShape
+from jaxpaged.pallas.prefill_shape import PrefillShape
 from jaxpaged.pallas.tuning import gpu_of, tuned_for
 from tests.pallas.plain_copies import PlainCopies, plain_copies
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxpaged.attention import _mosaic_gpu
-from jaxpaged.pallas import attention, decode, prefill
+from jaxpaged.pallas import attention, decode, decode_step, prefill, prefill_step
 from jaxpaged.pallas.mosaic import interpreted
 from jaxpaged.testing.cases import Case
 from jaxpaged.testing.doors import DOORS
@@ -15,6 +15,7 @@ from jaxpaged.testing.verify import Result, compare
 DECODE, PREFILL = Case("decode", (1, 1), (70, 130)), Case("prefill", (20,), (70,))
 LONG_DECODE, LONG_PREFILL = Case("long-decode", (1,), (1000,)), Case("long-prefill", (20,), (600,))
 KERNELS = {"decode": (decode, DECODE, LONG_DECODE), "prefill": (prefill, PREFILL, LONG_PREFILL)}
+STEPS = {"decode": decode_step, "prefill": prefill_step}
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +38,8 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_values_that_no_row_attends_to_must_be_cleared(monkeypatch, name):
-    module, case, _ = KERNELS[name]
-    monkeypatch.setattr(module, "_clear_unused_values", nothing)
+    case = KERNELS[name][1]
+    monkeypatch.setattr(STEPS[name], "_clear_unused_values", nothing)
     result = outcome(case)
     assert not result.ok
     assert result.error == float("inf")  # NaN
@@ -68,8 +69,8 @@ def test_a_tile_dropped_from_the_plan_of_decode(monkeypatch):
 
 def test_a_request_one_token_too_short(monkeypatch):
     """The smallest fault of a mask."""
-    kept = decode.kept
-    monkeypatch.setattr(decode, "kept", lambda options, place, kv_len: kept(options, place, kv_len - 1))
+    kept = decode_step.kept
+    monkeypatch.setattr(decode_step, "kept", lambda options, place, kv_len: kept(options, place, kv_len - 1))
     assert not outcome(DECODE).ok
 
 
@@ -121,7 +122,7 @@ def test_keys_read_before_they_are_there_are_a_race(monkeypatch, complaints, nam
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_slot_filled_before_it_is_free_is_a_race(monkeypatch, complaints, name, barrier):
     module, _, case = KERNELS[name]
-    leave_out_waits(monkeypatch, module, "_load", barrier)
+    leave_out_waits(monkeypatch, module, "load_all", barrier)
     assert is_reported(case, complaints)
 
 

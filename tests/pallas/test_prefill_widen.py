@@ -10,7 +10,7 @@ import pytest
 
 from jaxpaged import KVCache, PagedBatch, paged_attention
 from jaxpaged.pallas import attention
-from jaxpaged.pallas.prefill import PrefillShape
+from jaxpaged.pallas.prefill_shape import PrefillShape
 from jaxpaged.pallas.tuning import gpu_of, tuned_for
 from jaxpaged.testing.cases import Case
 from jaxpaged.testing.doors import DOORS
