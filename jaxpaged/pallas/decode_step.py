@@ -96,7 +96,7 @@ def one_tile(
     transposed(memory.p)[...] = p.astype(shape.dtype)
     if shape.quantized:
         used = functools.partial(_used_values, shape, options, piece, tile, readable)
-        widen_values(shape, memory, slot, used if masked else None)
+        widen_values(shape, memory, slot, used if masked else None, interpret)
     elif masked:
         _clear_unused_values(shape, options, memory, piece, tile, slot, readable)
     plgpu.commit_smem()

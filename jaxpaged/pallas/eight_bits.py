@@ -1,7 +1,8 @@
 """Decode's steps on 8-bit caches: queries, keys and values in the type of the products, and the scales.
 
-Products are exact in float16 for float8 numbers, and in bfloat16 too for int8. float8 becomes float16 in one
-instruction, but bfloat16 queries may be too large for it: each row is brought near 1 by a power of two.
+Products are exact in float16 for float8 and int8 numbers, and both become float16 in few instructions, but bfloat16
+queries may be too large for it: each row is brought near 1 by a power of two. Weights that scales of single tokens are
+multiplied into may be too small: values are of the queries' type then.
 """
 
 import functools
@@ -15,16 +16,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.metadata.kv_cache import FLOAT8_DTYPES, KVCache
+from jaxpaged.metadata.kv_cache import FLOAT8_DTYPES, QUANTIZED_DTYPES, KVCache
 from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.decode_state import Memory, Operands
 from jaxpaged.pallas.decode_teams import BY_ROW
-from jaxpaged.pallas.fragments import as_operand, as_permuted, by_16_bytes, by_four, columns_in_turn, reduced
+from jaxpaged.pallas.fragments import (
+    as_operand,
+    as_permuted,
+    by_16_bytes,
+    by_four,
+    columns_in_turn,
+    int8_as_float16,
+    reduced,
+)
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
 from jaxpaged.pallas.mosaic import Interpreter, store
 from jaxpaged.pallas.paged_tiles import CHUNK
 from jaxpaged.pallas.row_tiles import rows_layout
 
+WIDE_KEYS = jnp.dtype(jnp.float16)
 UNIT = 1
 """The row of `Memory.by_column` for the units of queries."""
 EXPONENT = 0x7F800000
@@ -32,7 +42,9 @@ EXPONENT = 0x7F800000
 
 
 def product_dtype(query_dtype: Any, cache: KVCache) -> Any:
-    return jnp.dtype(jnp.float16) if cache.dtype in FLOAT8_DTYPES else jnp.dtype(query_dtype)
+    """Of values and weights."""
+    widened = cache.dtype in QUANTIZED_DTYPES and not has_row_scales(cache)
+    return jnp.dtype(jnp.float16 if widened or cache.dtype in FLOAT8_DTYPES else query_dtype)
 
 
 def has_row_scales(cache: KVCache) -> bool:
@@ -76,7 +88,7 @@ def scratch(shape: DecodeShape, *, row_scales: bool) -> dict[str, Any]:
     keys, values = shape.tiles("key"), shape.tiles("value")
     each = () if shape.warpgroups == 1 else (shape.warpgroups,)
     found: dict[str, Any] = {
-        "queries": plgpu.SMEM((*each, 2 * keys.chunks, shape.columns, CHUNK), shape.dtype, transforms=shape.swizzled),
+        "queries": plgpu.SMEM((*each, 2 * keys.chunks, shape.columns, CHUNK), WIDE_KEYS, transforms=shape.swizzled),
         "values": plgpu.SMEM((*each, shape.scores[0], values.head_size), shape.dtype, transforms=shape.swizzled),
     }
     if row_scales:
@@ -88,7 +100,7 @@ def scratch(shape: DecodeShape, *, row_scales: bool) -> dict[str, Any]:
 def widen_queries(
     shape: DecodeShape, operands: Operands, memory: Memory, q_slot: Any, interpret: Interpreter | None
 ) -> Any:
-    """Put a request's queries into `memory.queries` in the type of the products, in the order of `as_operand`.
+    """Put a request's queries into `memory.queries` in the type of widened keys, in the order of `as_operand`.
 
     Returns:
       What makes scores of products with the keys: [columns] float32, a scalar, or None for 1.
@@ -99,7 +111,7 @@ def widen_queries(
         plgpu.load(memory.q.at[q_slot, :, pl.ds(c, columns)], layout=by_four(columns), optimized=False)
         for c in range(0, keys.head_size, columns)
     ]
-    scaled = shape.dtype != shape.query_dtype
+    scaled = shape.query_dtype != WIDE_KEYS
     if scaled:
         wide = [x.astype(jnp.float32) for x in parts]
         largest = functools.partial(_largest, shape, memory, by_four(columns), interpret)
@@ -107,7 +119,7 @@ def widen_queries(
         store(memory.by_column.at[UNIT], unit)
         parts = [x * lax.broadcast_in_dim(inverse, x.shape, [0]) for x in wide]
     for part, x in enumerate(parts):
-        permuted = as_permuted(x.astype(shape.dtype), interpret)
+        permuted = as_permuted(x.astype(WIDE_KEYS), interpret)
         first = q_slot * keys.chunks + part * columns // CHUNK
         for c in range(columns // CHUNK):
             store(memory.queries.at[first + c], permuted[:, c * CHUNK : (c + 1) * CHUNK])
@@ -143,8 +155,8 @@ def products(
     columns = keys.row_columns
 
     def pairs(first: int) -> list[tuple[Any, Any]]:
-        k = _widened(shape, memory.k, slot, (0, shape.scores[0]), (first, columns), by_16_bytes(columns))
-        k = as_operand(k, interpret)
+        x = _stored(shape, memory.k, slot, (0, shape.scores[0]), (first, columns), by_16_bytes(columns))
+        k = as_operand(_widened(x, WIDE_KEYS, by_16_bytes(columns), interpret), interpret)
         chunk = q_slot * keys.chunks + first // CHUNK
         queries = [transposed(memory.queries.at[chunk + c]) for c in range(columns // CHUNK)]
         return [(k[:, c * CHUNK : (c + 1) * CHUNK], q) for c, q in enumerate(queries)]
@@ -160,7 +172,11 @@ def products(
 
 
 def widen_values(
-    shape: DecodeShape, memory: Memory, slot: Any, used: Callable[[tuple[int, int], Any, int], Any] | None
+    shape: DecodeShape,
+    memory: Memory,
+    slot: Any,
+    used: Callable[[tuple[int, int], Any, int], Any] | None,
+    interpret: Interpreter | None,
 ) -> None:
     """Put a tile's values into `memory.values` in the type of the products.
 
@@ -172,20 +188,26 @@ def widen_values(
     layout = rows_layout(columns, shape.dtype.itemsize)
     count = CHUNK * CHUNK // columns // 2  # rows at a time: more take registers
     for start, first in itertools.product(range(0, values.head_size, columns), range(0, shape.scores[0], count)):
-        v = _widened(shape, memory.v, slot, (first, count), (start, columns), layout)
+        v = _stored(shape, memory.v, slot, (first, count), (start, columns), layout)
+        v = _widened(v, shape.dtype, layout, interpret)
         if used is not None:
             v = jnp.where(used(v.shape, layout, first), v, jnp.zeros_like(v))
         store(memory.values.at[pl.ds(first, count), pl.ds(start, columns)], v)
 
 
-def _widened(
+def _widened(x: Any, dtype: Any, layout: Any, interpret: Interpreter | None) -> Any:
+    """8-bit numbers in a type that holds each of them exactly."""
+    if x.dtype == jnp.int8 and dtype == jnp.float16:
+        return int8_as_float16(x, layout, interpret)
+    return x.astype(dtype)
+
+
+def _stored(
     shape: DecodeShape, smem: Any, slot: Any, rows: tuple[int, int], columns: tuple[int, int], layout: Any
 ) -> Any:
-    """Some rows and columns of 8-bit numbers in registers, in the type of the products, which holds each exactly."""
+    """Some rows and columns of 8-bit numbers in registers."""
     x = plgpu.load(smem.at[slot, pl.ds(*rows), pl.ds(*columns)], layout=layout, optimized=False)
-    if x.dtype != shape.cache_dtype:
-        x = lax.bitcast_convert_type(x, shape.cache_dtype)
-    return x.astype(shape.dtype)
+    return x if x.dtype == shape.cache_dtype else lax.bitcast_convert_type(x, shape.cache_dtype)
 
 
 def row_scales(shape: DecodeShape, scales: Any, slot: Any, size: tuple[int, ...], interpret: Interpreter | None) -> Any:

@@ -21,6 +21,7 @@ from jaxpaged.pallas.fragments import (
     columns_in_turn,
     divide,
     divide_short,
+    int8_as_float16,
     permuted_columns,
 )
 from jaxpaged.pallas.matmul import dot, transposed
@@ -54,7 +55,8 @@ def chunked(x_ref, columns):
 
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 @pytest.mark.parametrize(
-    ("stored", "dtype"), [("float8_e4m3fn", "float16"), ("float8_e5m2", "float16"), ("int8", "bfloat16")]
+    ("stored", "dtype"),
+    [("float8_e4m3fn", "float16"), ("float8_e5m2", "float16"), ("int8", "float16"), ("int8", "bfloat16")],
 )
 def test_products_with_eight_bit_numbers(kernels, stored, dtype, rows, columns):
     rng, interpret = np.random.default_rng(0), interpreter()
@@ -62,7 +64,10 @@ def test_products_with_eight_bit_numbers(kernels, stored, dtype, rows, columns):
     b = jnp.asarray(rng.standard_normal((8, columns)), dtype)
 
     def body(out, a_ref, b_ref):
-        x = as_operand(plgpu.load(a_ref, layout=by_16_bytes(columns), optimized=False).astype(dtype), interpret)
+        x = plgpu.load(a_ref, layout=by_16_bytes(columns), optimized=False)
+        halves = (stored, dtype) == ("int8", "float16")
+        x = int8_as_float16(x, by_16_bytes(columns), interpret) if halves else x.astype(dtype)
+        x = as_operand(x, interpret)
         pairs = [(x[:, 64 * c : 64 * (c + 1)], part) for c, part in enumerate(chunked(b_ref, columns))]
         out[...] = dot(pairs, (rows, 8), interpret)
 
@@ -142,6 +147,22 @@ SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 60000.0, 2.0**-24]
 DIVISORS = [1.0, 0.5, 2 - 2.0**-23, 1 + 2.0**-23, 2.0**-126, 3e-30, 1e20, 2.0**100]
 
 
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_every_int8_as_float16(kernels, rows, columns):
+    interpret = interpreter()
+    x = np.random.default_rng(0).permutation(np.arange(rows * columns)).astype(np.int8).reshape(rows, columns)
+    assert len(np.unique(x)) == 256
+    layout = by_16_bytes(columns)
+
+    def body(out, x_ref):
+        wide = int8_as_float16(plgpu.load(x_ref, layout=layout, optimized=False), layout, interpret)
+        store(out, wide)
+
+    out = jax.ShapeDtypeStruct(x.shape, jnp.float16)
+    got = in_kernel(body, out, x, smem=[plgpu.SMEM(x.shape, x.dtype, transforms=swizzled(x.dtype, columns))])
+    np.testing.assert_array_equal(np.asarray(got), x)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_division_of_short_numbers_rounds_to_8_bits(kernels, dtype, by_row):
@@ -208,10 +229,11 @@ def test_columns_in_turn(kernels, rows, first, count, columns):
 def test_lowers_for_cuda(rows, columns):
     """Each of the above, as it is compiled."""
     x = jax.ShapeDtypeStruct((rows, columns), jnp.int8)
-    b = jax.ShapeDtypeStruct((8, columns), jnp.bfloat16)
+    b = jax.ShapeDtypeStruct((8, columns), jnp.float16)
 
     def body(out, a_ref, b_ref):
-        a = as_operand(plgpu.load(a_ref, layout=by_16_bytes(columns), optimized=False).astype(jnp.bfloat16), None)
+        a = plgpu.load(a_ref, layout=by_16_bytes(columns), optimized=False)
+        a = as_operand(int8_as_float16(a, by_16_bytes(columns), None), None)
         s = dot([(a[:, 64 * c : 64 * (c + 1)], b) for c, b in enumerate(chunked(b_ref, columns))], (rows, 8), None)
         out[...] = divide(s, plgpu.layout_cast(s + 1.0, plgpu.Layout.WGMMA), plgpu.Layout.WGMMA, None)
 
