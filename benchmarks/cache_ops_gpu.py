@@ -1,6 +1,6 @@
 """Cache writes, block copies, gathers and merges on a GPU, beside vLLM's Triton ops and a plain copy of the same bytes.
 
-python benchmarks/cache_ops_gpu.py [--only REGEX] [--sweep] [--keep PATH] [--json PATH] [--write]
+python benchmarks/cache_ops_gpu.py [--only REGEX] [--sweep] [--json PATH] [--write]
 
 The peer's ops are optional: their files must be importable as `vllm.v1.attention.ops`.
 """
@@ -396,7 +396,6 @@ def main(
     repeats: Annotated[int, typer.Option(help="Measured calls of each implementation.")] = 20,
     sweep_tiles: Annotated[bool, typer.Option("--sweep", help="Measure tile sizes instead.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the table to benchmarks/results.")] = False,
-    keep: Annotated[Path | None, typer.Option(help="Have rows that --json wrote before in the table, too.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here, after each case.")] = None,
     smoke_test: Annotated[bool, typer.Option("--smoke", help="Check small cases on the CPU; no times.")] = False,
 ) -> None:
@@ -409,10 +408,9 @@ def main(
         return
     ceiling = copy_ceiling(repeats)
     print(f"copy ceiling: {ceiling:.2f} TB/s", flush=True)
-    rows = [] if keep is None else [Row(**row) for row in json.loads(keep.read_text(encoding="utf-8"))]
+    rows: list[Row] = []
     for case in all_cases():
         if re.search(only, case.name):
-            rows = [row for row in rows if row.case != case.name]
             measured = measure(case, repeats)
             rows += measured
             print(

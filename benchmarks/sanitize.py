@@ -94,8 +94,6 @@ def attend(case: Case) -> None:
 
 SLOTS = [5, -1, 23, 24, 0, -(2**31), 2**31 - 1, 47, 48, 11, 23, 2, 10**6, 10**9]
 PAIRS = [[0, 1], [1, 2], [-1, 3], [3, 6], [6, 4], [2**31 - 1, 0], [0, -(2**31)], [2, 5], [10**6, 1], [1, 10**6]]
-
-
 Place = Callable[[np.ndarray], Any]
 
 
@@ -127,17 +125,21 @@ def same(got: Any, expected: Any, name: str, share: float = 0.0) -> None:
         assert a.size == b.size and np.mean(a != b) <= share, f"{name}: {np.mean(a != b):.3f} of the bytes differ"
 
 
-def write(dtype: str, scales: Any = None, layout: str = "NHD") -> None:
+def written(dtype: str, scales: Any, layout: str, slots: np.ndarray, implementation: str, place: Place) -> KVCache:
+    """The random cache with new rows in its slots."""
+    call = jax.jit(functools.partial(write_kv, implementation=implementation), donate_argnums=0)
+    return call(random_cache(dtype, scales, layout, place), *map(place, new_rows()), place(slots))
+
+
+def new_rows() -> list[np.ndarray]:
     rng = np.random.default_rng(1)
-    slots = np.array(SLOTS, np.int32)
-    rows = [rng.standard_normal((len(SLOTS), 2, 32)).astype(jnp.bfloat16) for _ in range(2)]
+    return [rng.standard_normal((len(SLOTS), 2, 32)).astype(jnp.bfloat16) for _ in range(2)]
 
-    def written(implementation: str, place: Place) -> KVCache:
-        call = jax.jit(functools.partial(write_kv, implementation=implementation), donate_argnums=0)
-        return call(random_cache(dtype, scales, layout, place), *map(place, rows), place(slots))
 
+def write(dtype: str, scales: Any = None, layout: str = "NHD") -> None:
+    call = functools.partial(written, dtype, scales, layout, np.array(SLOTS, np.int32))
     # XLA rounds a quotient otherwise than the kernel does.
-    same(*by_both(written), f"write {dtype} {layout}", share=0.0 if scales is None else 0.05)
+    same(*by_both(call), f"write {dtype} {layout}", share=0.0 if scales is None else 0.05)
 
 
 def copy(layout: str) -> None:
@@ -185,24 +187,16 @@ def write_from_torch(scales: Any) -> None:
 
     from jaxpaged.backends.functional import reshape_and_cache_flash
 
-    dtype = "bfloat16" if scales is None else "int8"
-    caches = [random_cache(dtype, scales, "NHD") for _ in range(2)]
-    rng = np.random.default_rng(1)
-    rows = [rng.standard_normal((len(SLOTS), 2, 32)).astype(jnp.bfloat16) for _ in range(2)]
+    dtype, name = ("bfloat16", "auto") if scales is None else ("int8", "int8")
     slots = np.array(SLOTS, np.int32)
     first = np.array([slots[i] not in slots[:i] for i in range(len(slots))])  # PyTorch's keeps any of equal slots
     slots = np.where(first, slots, -1).astype(np.int32)
-    call = jax.jit(functools.partial(write_kv, implementation="mosaic_gpu"), donate_argnums=0)
-    expected = call(caches[0], *map(place, rows), place(slots))
-    leaves = [torch.from_dlpack(x) for x in jax.tree.leaves(caches[1])]
-    key, value = (torch.from_dlpack(place(x)) for x in rows)
-    rest = leaves[2:] or [1.0, 1.0]
-    reshape_and_cache_flash(
-        key, value, *leaves[:2], torch.from_dlpack(place(slots)), "auto" if scales is None else dtype, *rest
-    )
+    cache = random_cache(dtype, scales, "NHD")
+    key_cache, value_cache, *rest = (torch.from_dlpack(x) for x in jax.tree.leaves(cache))
+    key, value, slot_mapping = (torch.from_dlpack(place(x)) for x in (*new_rows(), slots))
+    reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, name, *(rest or (1.0, 1.0)))
     torch.cuda.synchronize()
-    for written, wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
-        assert torch.equal(written, torch.from_dlpack(wanted)), f"write from PyTorch: {dtype}"
+    same(cache, written(dtype, scales, "NHD", slots, "mosaic_gpu", place), f"write from PyTorch: {dtype}")
 
 
 OPTIONS = {"window": (30, 0), "sinks": True, "alibi": True}
@@ -307,21 +301,21 @@ class Run:
     what: str
 
 
+FIRST_PORT, PORTS = 49152, 16
+"""Of the tools: runs side by side must not share any. A run takes up to 10."""
+PARTS = 4
+"""Processes that the suite is divided among: under a tool a launch takes seconds."""
 RUNS = [
     Run("memcheck", ("plant", "far-write"), True, f"planted: a write {FAR:,} rows past a buffer"),
     Run("memcheck", ("plant", "near-write"), None, "planted: a write 1 row past a buffer"),
     Run("memcheck", ("plant", "good-write"), False, "the same write, to the last row"),
     Run("racecheck", ("plant", "race"), True, "planted: shared memory read without a wait"),
     Run("racecheck", ("plant", "awaited"), False, "the same read, after a wait at a barrier"),
-]
-FIRST_PORT, PORTS = 49152, 16
-"""Of the tools: runs side by side must not share any. A run takes up to 10."""
-PARTS = 4
-"""Processes that the suite is divided among: under a tool a launch takes seconds."""
-RUNS += [
-    Run(tool, ("run", "--part", str(part), "--parts", str(PARTS)), False, f"the suite, part {part + 1} of {PARTS}")
-    for tool in ("memcheck", "racecheck")
-    for part in range(PARTS)
+    *(
+        Run(tool, ("run", "--part", str(part), "--parts", str(PARTS)), False, f"the suite, part {part + 1} of {PARTS}")
+        for tool in ("memcheck", "racecheck")
+        for part in range(PARTS)
+    ),
 ]
 
 TOOL_OPTIONS = {

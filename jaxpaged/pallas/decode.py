@@ -140,7 +140,7 @@ def _allocate(
             v=values.views(memory.v, interpret),
         )
         wg, n = lax.axis_index("wg"), shape.warpgroups
-        pl.when(wg < n)(lambda: _compute(shape, options, operands, own_memory(shape, memory, wg), interpret))
+        pl.when(wg < n)(lambda: _compute(shape, options, operands, _own_memory(shape, memory, wg), interpret))
         pl.when(wg == n)(lambda: load_all(shape, operands, memory, interpret))
 
     ring = functools.partial(plgpu.Barrier, num_barriers=shape.stages)
@@ -172,7 +172,7 @@ def _allocate(
     )
 
 
-def own_memory(shape: DecodeShape, memory: Memory, wg: Any) -> Memory:
+def _own_memory(shape: DecodeShape, memory: Memory, wg: Any) -> Memory:
     """What a warpgroup that computes sees of shared memory: its own place where each has one."""
     if shape.warpgroups == 1:
         return memory

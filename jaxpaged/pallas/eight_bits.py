@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.metadata.kv_cache import FLOAT8_DTYPES, QUANTIZED_DTYPES, KVCache
+from jaxpaged.metadata.kv_cache import FLOAT8_DTYPES, KVCache
 from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.decode_state import Memory, Operands
 from jaxpaged.pallas.decode_teams import BY_ROW
@@ -43,8 +43,8 @@ EXPONENT = 0x7F800000
 
 def product_dtype(query_dtype: Any, cache: KVCache) -> Any:
     """Of values and weights."""
-    widened = cache.dtype in QUANTIZED_DTYPES and not has_row_scales(cache)
-    return jnp.dtype(jnp.float16 if widened or cache.dtype in FLOAT8_DTYPES else query_dtype)
+    widened = cache.dtype in FLOAT8_DTYPES or (cache.dtype == jnp.int8 and not has_row_scales(cache))
+    return jnp.dtype(jnp.float16 if widened else query_dtype)
 
 
 def has_row_scales(cache: KVCache) -> bool:

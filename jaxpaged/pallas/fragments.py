@@ -3,6 +3,7 @@
 Seen to work with jax 0.11.2 and 0.12.0.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -103,14 +104,7 @@ def int8_as_float16(x: Any, layout: Any, interpret: Interpreter | None) -> Any:
     if interpret is not None:
         return x.astype(jnp.float16)
 
-    def run(_: Any, x: Any) -> Any:
-        registers = np.empty_like(x.registers)
-        for index, numbers in np.ndenumerate(x.registers):
-            registers[index] = _halves(numbers)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
-
-    result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float16), layout=layout)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(run)(x)
+    return _by_register(_halves, jnp.float16, layout, x)
 
 
 BYTES_AS_HALVES = """{ .reg .b32 low;
@@ -125,10 +119,10 @@ def _halves(numbers: Any) -> Any:
     signs, high, more = (mgpu.c(bits, i32) for bits in (-0x7F7F7F80, 0x64646464, 0x64806480))
     halves = llvm.mlir_undef(ir.VectorType.get((count // 2,), i32))
     for i in range(count // 2):
-        word = llvm.extractelement(words, llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, i // 2)).result)
+        word = llvm.extractelement(words, mgpu.c(i // 2, i32))
         ptx = BYTES_AS_HALVES % ("0x4342" if i % 2 else "0x4140")
         pair = llvm.inline_asm(i32, [arith.xori(word, signs), high, more], ptx, "=r,r,r,r")
-        halves = llvm.insertelement(halves, pair, llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, i)).result)
+        halves = llvm.insertelement(halves, pair, mgpu.c(i, i32))
     return vector.bitcast(ir.VectorType.get((count,), ir.F16Type.get()), halves)
 
 
@@ -143,10 +137,6 @@ def divide(x: Any, y: Any, layout: Any, interpret: Interpreter | None) -> Any:
     return _each("div.rn.f32 $0, $1, $2;", layout, x, y)
 
 
-SHORT_BITS = 11
-"""Significant bits of the numbers that `divide_short` takes: float16 has as many, bfloat16 fewer."""
-
-
 def divide_short(x: Any, y: Any, y_layout: Any, layout: Any, interpret: Interpreter | None) -> Any:
     """`x / y` that rounds to 8 bits as the quotient does, by two instructions an element where `divide` takes a dozen.
 
@@ -154,16 +144,20 @@ def divide_short(x: Any, y: Any, y_layout: Any, layout: Any, interpret: Interpre
     rounded as IEEE 754 says, in the last place, and none of them at half between two numbers of at most 8 bits.
 
     Args:
-      x: float32 in `layout`, of numbers of `SHORT_BITS`.
+      x: float32 in `layout`, of at most 11 significant bits: float16 has as many, bfloat16 fewer.
       y: float32 in `y_layout`, positive, at most 2**100: a scalar or [rows], one for each row of `x`.
     """
     if interpret is not None:
-        return x / (y[:, None] if y.ndim else y)
+        return x / along_rows(y, x.shape, layout)
     high = _each("rcp.rz.f32 $0, $1;", y_layout, y)
     low = _each(LOW_PART, y_layout, y, high)
-    wide = (lax.broadcast_in_dim(p, x.shape, [0]) if p.ndim else jnp.full(x.shape, p) for p in (high, low))
-    parts = [plgpu.layout_cast(part, layout) for part in wide]
+    parts = [along_rows(part, x.shape, layout) for part in (high, low)]
     return _each("{ .reg .f32 t; mul.rn.f32 t, $1, $3; fma.rn.f32 $0, $1, $2, t; }", layout, x, *parts)
+
+
+def along_rows(y: Any, shape: tuple[int, ...], layout: Any) -> Any:
+    """A scalar, or a number for each row, as an array in `layout`."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(y, shape, [0]) if y.ndim else jnp.full(shape, y), layout)
 
 
 LOW_PART = """{ .reg .f32 e, t;
@@ -181,17 +175,23 @@ in any sum. Its sign is the inverse's, so that 0 keeps its own."""
 def _each(ptx: str, layout: Any, *arrays: Any) -> Any:
     """PTX for each element of float32 arrays of one shape and layout, `$1`, `$2` and so on; `$0` is the result."""
 
+    return _by_register(lambda *registers: _assembled(ptx, registers), jnp.float32, layout, *arrays)
+
+
+def _by_register(function: Callable[..., Any], dtype: Any, layout: Any, *arrays: Any) -> Any:
+    """What a function makes of the registers of arrays of one shape and layout, one of each at a time."""
+
     def run(_: Any, *operands: Any) -> Any:
         registers = np.empty_like(operands[0].registers)
         for index in np.ndindex(registers.shape):
-            registers[index] = _assembled(ptx, [x.registers[index] for x in operands])
+            registers[index] = function(*(x.registers[index] for x in operands))
         return mgpu.FragmentedArray(_registers=registers, _layout=operands[0].layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(arrays[0].shape, jnp.dtype(jnp.float32), layout=layout)
+    result = plgpu.ShapeDtypeStruct(arrays[0].shape, jnp.dtype(dtype), layout=layout)
     return plgpu.inline_mgpu(arg_types=(layout,) * len(arrays), return_type=result)(run)(*arrays)
 
 
-def _assembled(ptx: str, registers: list[Any]) -> Any:
+def _assembled(ptx: str, registers: Sequence[Any]) -> Any:
     """PTX on registers, or on the elements of vectors of them."""
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     constraints = ",".join(["=f", *"f" * len(registers)])
@@ -199,7 +199,7 @@ def _assembled(ptx: str, registers: list[Any]) -> Any:
         return llvm.inline_asm(f32, registers, ptx, constraints)
     result = llvm.mlir_undef(registers[0].type)
     for i in range(ir.VectorType(registers[0].type).shape[0]):
-        at = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, i)).result
+        at = mgpu.c(i, i32)
         element = llvm.inline_asm(f32, [llvm.extractelement(x, at) for x in registers], ptx, constraints)
         result = llvm.insertelement(result, element, at)
     return result

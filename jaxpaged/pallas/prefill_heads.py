@@ -12,10 +12,12 @@ from jaxpaged.pallas.prefill_state import Operands
 
 
 def head_slot(shape: PrefillShape, row: Any) -> Any:
+    """The slot of a row of a packed tile, among those of its warpgroup."""
     return row >> (shape.wg_tokens.bit_length() - 1)
 
 
 def slopes_row(operands: Operands, item: Item) -> Any:
+    """The row of the slopes that an item's request has, or that all have."""
     return item.table_row if operands.slopes.shape[0] > 1 else 0
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.pallas.fragments import divide, divide_short
+from jaxpaged.pallas.fragments import along_rows, divide, divide_short
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.reference.quantize import largest
 
@@ -26,8 +26,7 @@ def quantize(
     if scale is not None and short:
         x = divide_short(x, scale, layout.reduce(1) if scale.ndim else plgpu.Layout.WG_SPLAT, layout, interpret)
     elif scale is not None:
-        scale = lax.broadcast_in_dim(scale, x.shape, [0]) if scale.ndim else jnp.full(x.shape, scale)
-        x = divide(x, plgpu.layout_cast(scale, layout), layout, interpret)
+        x = divide(x, along_rows(scale, x.shape, layout), layout, interpret)
     limit = largest(dtype)
     if dtype == jnp.int8:
         x = jnp.where(x == x, x, 0.0)

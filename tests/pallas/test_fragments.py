@@ -143,10 +143,6 @@ def test_division_rounds_to_nearest(kernels):
     np.testing.assert_array_equal(np.asarray(got), x / y)
 
 
-SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 60000.0, 2.0**-24]
-DIVISORS = [1.0, 0.5, 2 - 2.0**-23, 1 + 2.0**-23, 2.0**-126, 3e-30, 1e20, 2.0**100]
-
-
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 def test_every_int8_as_float16(kernels, rows, columns):
     interpret = interpreter()
@@ -161,6 +157,10 @@ def test_every_int8_as_float16(kernels, rows, columns):
     out = jax.ShapeDtypeStruct(x.shape, jnp.float16)
     got = in_kernel(body, out, x, smem=[plgpu.SMEM(x.shape, x.dtype, transforms=swizzled(x.dtype, columns))])
     np.testing.assert_array_equal(np.asarray(got), x)
+
+
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 60000.0, 2.0**-24]
+DIVISORS = [1.0, 0.5, 2 - 2.0**-23, 1 + 2.0**-23, 2.0**-126, 3e-30, 1e20, 2.0**100]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
