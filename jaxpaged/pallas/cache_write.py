@@ -233,7 +233,8 @@ def _scale(tile: RowTile, pieces: list[Any], refs: dict[str, Any]) -> Any:
         return scales
     by_head = [given[head] for head in range(tile.heads)]
     for row in range(tile.num_rows):
-        rows[row] = by_head[row % tile.heads]  # every thread stores it, and so each sees it at once
+        rows[row] = by_head[row % tile.heads]
+    plgpu.commit_smem()  # all threads store the same, but none may read before the others have
     return load(rows, tile.layout.reduce(1))
 
 

@@ -174,7 +174,7 @@ def test_division_of_short_numbers_rounds_to_8_bits(kernels, dtype, by_row):
     y[: len(DIVISORS)] = DIVISORS
     if not by_row:
         y[:] = DIVISORS[2]
-    layout = rows_layout(128, 2)
+    layout = rows_layout(128, 4)  # of what is loaded and stored here
     y_layout = layout.reduce(1) if by_row else plgpu.Layout.WG_SPLAT
 
     def body(out, x_ref, y_ref):
