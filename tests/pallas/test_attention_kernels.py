@@ -7,6 +7,7 @@ import pytest
 
 from jaxpaged import KVCache, PagedBatch, paged_attention
 from jaxpaged.metadata.masks import AlibiScore, DocumentMask
+from jaxpaged.pallas import prefill_step
 from jaxpaged.testing.cases import Case, named_cases
 from jaxpaged.testing.doors import DOORS
 from jaxpaged.testing.verify import compare
@@ -91,3 +92,48 @@ def test_queries_of_any_size_with_eight_bit_caches(kernels, set_multiprocessors,
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     np.testing.assert_allclose(out, np.einsum("bhs,bsd->bhd", weights, v[:, :9, 0]) * 0.5, atol=0.3, rtol=0.01)
+
+
+GROWTHS = np.array([0, 1e-2, 0.05, 0.2, 1, -1, -0.05, 3], np.float32)
+"""Of rows' scores from one position to the next: within a step they stay near each other, grow by less or more than an
+exponential may, or fall."""
+
+
+def attend_to_growing_scores() -> tuple[np.ndarray, np.ndarray]:
+    """Prefill of scores that grow with the position, in each row otherwise; and what comes out by definition."""
+    rng, seq_len, tokens, head_size = np.random.default_rng(0), 600, 48, 64
+    key = rng.uniform(-1, 1, (seq_len // 8, 8, 1, head_size))
+    key[..., 0] = np.arange(seq_len).reshape(-1, 8, 1) % 256  # so that peaks come again and are passed
+    query = rng.uniform(-1, 1, (tokens, 4, head_size))
+    query[..., 0] = GROWTHS[np.arange(tokens * 4).reshape(tokens, 4) % len(GROWTHS)]
+    value = rng.uniform(-1, 1, key.shape)
+    query, key, value = (jnp.asarray(x, jnp.bfloat16) for x in (query, key, value))
+    table = np.arange(seq_len // 8, dtype=np.int32)[None]
+    batch = PagedBatch.create(table, [seq_len], query_lens=[tokens])
+    cache = KVCache.from_arrays(key, value)
+    out = paged_attention(query, cache, batch, scale=1.0, implementation="mosaic_gpu")
+    q, k, v = (np.asarray(x).astype(np.float64) for x in (query, key, value))
+    scores = np.einsum("thd,sd->ths", q, k.reshape(-1, head_size))
+    seen = np.arange(seq_len) <= np.arange(seq_len - tokens, seq_len)[:, None]
+    scores = np.where(seen[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.asarray(out).astype(np.float64), np.einsum("ths,sd->thd", weights, v.reshape(-1, head_size))
+
+
+def test_peaks_that_grow_from_step_to_step(kernels, set_multiprocessors):
+    """A peak is left as it is while scores pass it by little, and rows of one warp differ in that."""
+    set_multiprocessors(1)
+    out, expected = attend_to_growing_scores()
+    np.testing.assert_allclose(out, expected, atol=0.01)
+
+
+@pytest.mark.parametrize("fault", ["output left as it is", "peak of the first step"])
+def test_growing_scores_show_a_peak_that_is_not_followed(kernels, set_multiprocessors, monkeypatch, fault):
+    if fault == "output left as it is":
+        monkeypatch.setattr(prefill_step, "_decayed", lambda state, shift: (state.total, state.acc))
+    else:
+        monkeypatch.setattr(prefill_step, "KEPT_GROWTH", 1e9)
+    set_multiprocessors(1)
+    out, expected = attend_to_growing_scores()
+    assert not np.allclose(out, expected, atol=0.01)
