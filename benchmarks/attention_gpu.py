@@ -9,7 +9,6 @@ flash-attn3-jax and ejkernel are packages, vLLM's ops need no more than their ow
 import dataclasses
 import json
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +19,7 @@ from attention_measure import Job, measure
 from attention_process import measure_all
 from attention_results import OURS, Report, as_json, from_json, joined, renewed
 from attention_table import PEERS, Source, markdown, print_table, render
+from pages import command_of
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -49,7 +49,7 @@ def main(
     if show_cases:
         _list(cases)
         return
-    command = _command()
+    command = command_of("attention_gpu.py")
     if load is not None:
         run = json.loads(load.read_text(encoding="utf-8"))
         report, command = from_json(run), run["command"]
@@ -91,16 +91,6 @@ def _write(report: Report, command: list[str]) -> None:
         for report, run in zip(reports, runs, strict=True)
     ]
     PAGE.write_text(markdown(render(whole), whole, sources), encoding="utf-8")
-
-
-def _command() -> list[str]:
-    """How this program was called, without the places of files."""
-    arguments = list(sys.argv[1:])
-    for option in ("--json", "--log"):
-        while option in arguments:
-            place = arguments.index(option)
-            del arguments[place : place + 2]
-    return ["python", "benchmarks/attention_gpu.py", *arguments]
 
 
 def _list(cases: tuple[Case, ...]) -> None:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import typer
-from pages import grid
+from pages import command_of, grid
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -478,7 +478,7 @@ def markdown(headings: list[str], cells: list[list[str]], ceiling: float) -> str
         f"- Date: {datetime.date.today().isoformat()}",
         f"- GPU: {torch.cuda.get_device_name()}",
         f"- Versions: Python {sys.version.split()[0]}, jax {jax.__version__}, torch {torch.__version__}",
-        f"- Command: `python benchmarks/cache_ops_gpu.py {' '.join(sys.argv[1:])}`",
+        f"- Command: `{' '.join(command_of('cache_ops_gpu.py'))}`",
         f"- In the same run a copy of 1 GiB: {ceiling:.2f} TB/s, read and written.",
         f"- bfloat16, {NUM_KV_HEADS} kv heads of {HEAD_SIZE}, block size {BLOCK_SIZE}, NHD, unless the case says "
         f"otherwise; merges have {NUM_HEADS} heads. Random slots and blocks.",

@@ -4,6 +4,7 @@ import datetime
 import importlib.metadata
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 
@@ -25,6 +26,16 @@ def machine() -> dict[str, str]:
         except (OSError, subprocess.SubprocessError, IndexError):
             names["driver"] = "unknown"
     return names
+
+
+def command_of(program: str) -> list[str]:
+    """How this program of `benchmarks` was called, without the places that files were asked for at."""
+    arguments = list(sys.argv[1:])
+    for option in ("--json", "--log", "--logs"):
+        while option in arguments:
+            place = arguments.index(option)
+            del arguments[place : place + 2]
+    return ["python", f"benchmarks/{program}", *arguments]
 
 
 def gpu_of(machine: Mapping[str, str]) -> str:

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from pages import grid
+from pages import command_of, grid
 from planted_faults import COLUMNS, ROWS, pass_on, write_row
 from rich.console import Console
 from rich.table import Table
@@ -439,7 +439,7 @@ def document(outcomes: list[Outcome], sanitizer: str) -> str:
         f"- Date: {datetime.date.today().isoformat()}",
         f"- Machine: {_first_line('nvidia-smi', '--query-gpu=name,driver_version', '--format=csv,noheader')}",
         f"- Versions: jax {jax.__version__}, {_first_line(sanitizer, '--version', last=True)}",
-        f"- Command: `python {' '.join(sys.argv)}`",
+        f"- Command: `{' '.join(command_of('sanitize.py'))}`",
         f"- The suite: {len(SUITE | TORCH_SUITE)} calls: {'; '.join(SUITE | TORCH_SUITE)}.",
         "- Whether memcheck sees a write near a buffer depends on what else lies there; guard bands show those",
         "  (`tests/pallas/test_bounds.py`).",

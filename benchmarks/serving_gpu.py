@@ -12,7 +12,6 @@ import datetime
 import functools
 import importlib.metadata
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ import typer
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pages import command_of
 from rich.console import Console
 from rich.table import Table
 
@@ -268,7 +268,7 @@ def main(
     console.print(table_of(rows))
     if write:
         RESULTS.mkdir(exist_ok=True)
-        command = "python benchmarks/serving_gpu.py " + " ".join(sys.argv[1:])
+        command = " ".join(command_of("serving_gpu.py"))
         lines = [
             "# Decoding in JAX",
             "",

@@ -26,7 +26,7 @@ timing = _load("gpu_timing")
 _load("ceilings")
 layers = _load("layer_times")
 results = _load("attention_results")
-_load("pages")
+pages = _load("pages")
 table = _load("attention_table")
 
 
@@ -199,3 +199,9 @@ def test_cases_that_are_measured_anew_take_the_place_of_older_ones():
         (["newest"], ["b", "c"]),
         (["second"], ["a"]),
     ]
+
+
+def test_a_page_tells_no_places_of_files(monkeypatch):
+    given = ["/x/sanitize.py", "all", "--logs", "/x/logs", "--write", "--json", "/x.json", "--only", "^a"]
+    monkeypatch.setattr(sys, "argv", given)
+    assert pages.command_of("sanitize.py") == ["python", "benchmarks/sanitize.py", "all", "--write", "--only", "^a"]

@@ -3,7 +3,6 @@
 Seen to work with jax 0.11.2 and 0.12.0.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -227,23 +226,6 @@ def reduced(
 
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 """How one number for each row of wgmma's result lies in registers."""
-
-
-def any_in_warp(x: Any, interpret: Interpreter | None) -> Any:
-    """Whether any of a warp's numbers in `BY_ROW` is true: a bool, for each warp by itself."""
-    if interpret is not None:
-        return jnp.any(x)
-
-    def vote(_: Any, x: Any) -> Any:
-        some = functools.reduce(arith.ori, [vector.extract(register, [], [0]) for register in x.registers.flat])
-        ptx = (
-            "{ .reg .pred some; setp.ne.b32 some, $1, 0; vote.sync.any.pred some, some, -1; selp.b32 $0, 1, 0, some; }"
-        )
-        found = llvm.inline_asm(some.type, [some], ptx, "=r,r", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
-
-    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
-    return plgpu.inline_mgpu(arg_types=(BY_ROW,), return_type=result)(vote)(jnp.where(x, 1, 0)) != 0
 
 
 def columns_in_turn(ref: Any, width: int, first: Any, count: int, interpret: Interpreter | None) -> Any:

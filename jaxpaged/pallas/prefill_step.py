@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.pallas.fragments import BY_ROW, any_in_warp
+from jaxpaged.pallas.fragments import BY_ROW
 from jaxpaged.pallas.matmul import dot, dot_onto, transposed
 from jaxpaged.pallas.mosaic import Interpreter
 from jaxpaged.pallas.paged_tiles import iota, tile_at
@@ -19,10 +19,6 @@ from jaxpaged.pallas.prefill_state import Memory, Operands, Softmax
 from jaxpaged.pallas.ranges import Loop, leading_loops
 from jaxpaged.pallas.scores import TilePlace, kept, log2_scores
 from jaxpaged.reference.attention import AttentionOptions, attended_range
-
-KEPT_GROWTH = 8.0
-"""By how much, in log 2, a row's scores may be above what they are shifted by: exponentials are up to 2**8 then, and
-only now and then is the output multiplied by a factor (FlashAttention-4, 2026)."""
 
 
 def take_turn(memory: Memory) -> None:
@@ -119,14 +115,13 @@ def one_step(
     if checked:
         readable = functools.partial(keys.readable, operands.table, item.table_row, tile(), item.kv_len)
         s = lax.cond(item.damaged, lambda s: jnp.where(readable(size, axis=1), s, -jnp.inf), lambda s: s, s)
-    highest = s.max(axis=1) * factor
-    grew = highest > state.peak + KEPT_GROWTH
-    peak = jnp.where(grew, highest, state.peak)
+    peak = jnp.maximum(state.peak, s.max(axis=1) * factor)
     # A row may have nothing to attend to so far: then any finite shift gives exp2(-inf) = 0 where -inf would give NaN.
     shift = jnp.where(peak == -jnp.inf, 0.0, peak) if masked or options.score_mod is not None else peak
-    total, acc = lax.cond(any_in_warp(grew, interpret), _decayed, lambda state, _: state[1:], state, shift)
+    decay = jnp.exp2(state.peak - shift)
     p = jnp.exp2(s * factor - lax.broadcast_in_dim(shift, size, [0]))
-    total = total + p.sum(axis=1)
+    acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [0]) for a in state.acc)
+    total = state.total * decay + p.sum(axis=1)
     p = p.astype(shape.dtype)
     acc, total, peak, p = lax.optimization_barrier((acc, total, peak, p))
     if masked:
@@ -145,13 +140,6 @@ def one_step(
     acc = dot_onto(acc, p, values.parts(memory.v, slot, width), interpret, meanwhile=await_next_keys)
     plgpu.barrier_arrive(memory.v_empty.at[slot])
     return Softmax(peak, total, acc), following
-
-
-def _decayed(state: Softmax, shift: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Sums and output, brought from the state's peaks to new ones."""
-    decay = jnp.exp2(state.peak - shift)
-    acc = tuple(a * lax.broadcast_in_dim(decay, a.shape, [0]) for a in state.acc)
-    return state.total * decay, acc
 
 
 def _place(shape: PrefillShape, operands: Operands, item: Item, first_pos: Any, size: tuple[int, int]) -> TilePlace:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from late import copy_late
 
-from jaxpaged.bridge import launch, process
+from jaxpaged.bridge import launch, native, process
 from jaxpaged.pallas import cache_write, decode
 from jaxpaged.pallas.mosaic import let_next_kernel_start, wait_for_previous_kernel
 
@@ -29,6 +29,8 @@ def forget() -> None:
     torch.cuda.synchronize()
     for forget_all in process._forgotten:
         forget_all()
+    for served in native._served.values():
+        served.forget()
     launch._lowered.clear()
 
 

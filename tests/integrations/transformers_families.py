@@ -61,7 +61,7 @@ FAMILIES = {
             "sliding_window": 8,
             "layer_types": ALTERNATING,
             "num_local_experts": 2,
-            "num_experts_per_tok": 1,
+            "num_experts_per_tok": 2,  # of fewer, a rounding may choose others, and with them other logits
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
         fault={"s_aux": None},

@@ -14,7 +14,6 @@ from jaxpaged.pallas.fragments import (
     BY_ROW,
     BY_TWO,
     ROWS,
-    any_in_warp,
     as_operand,
     as_permuted,
     by_16_bytes,
@@ -195,24 +194,6 @@ def test_division_of_short_numbers_rounds_to_8_bits(kernels, dtype, by_row):
         differ = (bits != wanted) & number
         assert differ.mean() < 1e-3
         assert not (differ & ((bits % 2**16 == 0) | (wanted % 2**16 == 0))).any()
-
-
-@pytest.mark.parametrize("chosen", [[], [37], [0, 63], list(range(ROWS))])
-def test_a_warp_asks_its_own_rows(kernels, chosen):
-    """The interpreter has no warps: there all rows are asked."""
-    interpret = interpreter()
-    x = np.zeros(ROWS, np.float32)
-    x[chosen] = 1
-
-    def body(out, x_ref):
-        found = any_in_warp(load(x_ref, BY_ROW) > 0, interpret)
-        store(out, plgpu.layout_cast(jnp.full((ROWS,), jnp.where(found, 1.0, 0.0)), BY_ROW))
-
-    smem = [plgpu.SMEM(x.shape, x.dtype)]
-    got = in_kernel(body, jax.ShapeDtypeStruct(x.shape, jnp.float32), x, smem=smem)
-    rows_of_a_warp = 16 if interpret is None else ROWS
-    asked = x.reshape(-1, rows_of_a_warp).max(axis=1)
-    np.testing.assert_array_equal(np.asarray(got), np.repeat(asked, rows_of_a_warp))
 
 
 @pytest.mark.parametrize(
