@@ -1,9 +1,7 @@
 """Fixtures that several folders of tests use."""
 
-import importlib.util
 import itertools
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,23 +55,6 @@ def with_devices() -> Callable[[int], dict[str, str]]:
         return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
 
     return environment
-
-
-@pytest.fixture(scope="module")
-def load_benchmark() -> Iterator[Callable[[str], Any]]:
-    """Loads a program of `benchmarks`, which is no package, by its name; what it imports from there is found."""
-    folder = Path(__file__).parents[1] / "benchmarks"
-
-    def load(name: str) -> Any:
-        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    sys.path.insert(0, str(folder))
-    yield load
-    sys.path.remove(str(folder))
 
 
 MOST_MAPPINGS = 20_000

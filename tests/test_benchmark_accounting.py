@@ -1,33 +1,16 @@
 """What the GPU benchmark counts: operations, bytes, and the records of a profiler."""
 
 import dataclasses
-import importlib.util
 import sys
-from pathlib import Path
-from types import ModuleType
 
+import attention_cases as cases
+import attention_results as results
+import attention_table as table
+import gpu_timing as timing
+import layer_times as layers
 import numpy as np
+import pages
 import pytest
-
-
-def _load(name: str) -> ModuleType:
-    """A module of `benchmarks`, which is no package."""
-    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-cases = _load("attention_cases")
-timing = _load("gpu_timing")
-_load("ceilings")
-layers = _load("layer_times")
-results = _load("attention_results")
-pages = _load("pages")
-table = _load("attention_table")
 
 
 def brute_force(case):

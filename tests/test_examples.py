@@ -1,20 +1,14 @@
 """The examples that a reader copies: they run, and do what they say."""
 
-import importlib.util
-from pathlib import Path
+import jax_serving as loop
 
 from jaxpaged.demo.jax_engine import dense_choices
 from jaxpaged.demo.scheduler import Request
 from jaxpaged.demo.text import encode
 from jaxpaged.testing.compilations import compilations
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
 
 def test_the_serving_loop_says_what_dense_attention_says():
-    spec = importlib.util.spec_from_file_location("jax_serving", EXAMPLES / "jax_serving.py")
-    loop = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loop)
     head = "import os\n" * 3
     first, second = Request("first", encode(head + "def f("), 40), Request("second", encode(head), 20, temperature=1.0)
     fork = Request("fork", [], 20, temperature=1.0, seed=4)

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import registers
 
 from jaxpaged.bridge import mosaic_abi
 
@@ -16,22 +17,17 @@ ptxas info    : Used 96 registers, used 16 barriers, 1 bytes smem
 """
 
 
-@pytest.fixture(scope="module")
-def registers(load_benchmark):
-    return load_benchmark("registers")
-
-
-def test_kernels_are_read_in_order(registers):
+def test_kernels_are_read_in_order():
     assert registers.kernels(PTXAS) == [("paged_prefill", 168, 16), ("paged_decode", 96, 0)]
 
 
-def test_each_kernel_of_a_case_is_found(registers):
+def test_each_kernel_of_a_case_is_found():
     cases = {case.name: case for case in registers.CASES}
     expected = {"decode 64x4096": 1, "decode 64 shared 4096+256": 2, "mixed chunk + 63 decodes": 2}
     assert {name: len(registers.modules(cases[name])) for name in expected} == expected
 
 
-def test_kernels_are_compiled_where_jax_has_its_plugin(registers):
+def test_kernels_are_compiled_where_jax_has_its_plugin():
     if (why := mosaic_abi.unavailable()) is not None:
         pytest.skip(why)
     if shutil.which("cc") is None:

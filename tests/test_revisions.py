@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attention_revisions as revisions
 import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
@@ -12,18 +13,13 @@ from typer.testing import CliRunner
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def revisions(load_benchmark):
-    return load_benchmark("attention_revisions")
-
-
-def copied(revisions, *arguments):
+def copied(*arguments):
     return CliRunner().invoke(revisions.app, ["copy", *map(str, arguments)])
 
 
-def test_copies_are_packages_of_their_own(revisions, tmp_path, monkeypatch):
+def test_copies_are_packages_of_their_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    assert copied(revisions, tmp_path, "test_one=.", "test_two=.").exit_code == 0
+    assert copied(tmp_path, "test_one=.", "test_two=.").exit_code == 0
     import jaxpaged
 
     found = {}
@@ -42,22 +38,22 @@ def test_copies_are_packages_of_their_own(revisions, tmp_path, monkeypatch):
     assert KVCache is jaxpaged.KVCache
 
 
-def test_a_revision_is_as_git_has_it(revisions, tmp_path):
+def test_a_revision_is_as_git_has_it(tmp_path):
     if shutil.which("git") is None or subprocess.run(["git", "log", "-1"], cwd=ROOT, capture_output=True).returncode:
         pytest.skip("needs git and the repository")
-    assert copied(revisions, tmp_path, "head=HEAD").exit_code == 0
+    assert copied(tmp_path, "head=HEAD").exit_code == 0
     shown = subprocess.run(["git", "show", "HEAD:jaxpaged/__init__.py"], cwd=ROOT, capture_output=True).stdout
     copy = (tmp_path / "jaxpaged_head" / "__init__.py").read_bytes()
     assert copy == shown.replace(b"jaxpaged", b"jaxpaged_head")
 
 
 @pytest.mark.parametrize("wrong", ["main", "=main", "a b=main", "x="])
-def test_what_is_no_revision_is_refused(revisions, tmp_path, wrong):
-    result = copied(revisions, tmp_path / "copies", wrong)
+def test_what_is_no_revision_is_refused(tmp_path, wrong):
+    result = copied(tmp_path / "copies", wrong)
     assert result.exit_code == 2
     assert "NAME=REVISION" in result.output
 
 
-def test_kernels_of_a_layer_are_added_up(revisions):
+def test_kernels_of_a_layer_are_added_up():
     timing = revisions.Timing(9, 9, {"sort": 1.0, "paged_decode_plan": 2.0, "paged_decode": 4.0}, {}, 3, 1.0, 1)
     assert revisions.kernels_of(timing).split() == ["4.0", "=", "4.0"]

@@ -1,44 +1,28 @@
 """What `benchmarks/sanitize.py` makes of compute-sanitizer's words, and that its planted faults lower for CUDA."""
 
 import functools
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def sanitize() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sanitize", BENCHMARKS / "sanitize.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sanitize"] = module
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return module
+import sanitize
+import sanitize_suite
+from planted_faults import COLUMNS, ROWS, pass_on, write_row
 
 
 @pytest.mark.parametrize("awaited", [True, False])
-def test_the_planted_race_lowers_for_cuda(sanitize: Any, awaited: bool) -> None:
-    call = jax.jit(functools.partial(sanitize.pass_on, awaited=awaited))
-    lowered = call.trace(jax.ShapeDtypeStruct((sanitize.COLUMNS,), jnp.float32)).lower(lowering_platforms=("cuda",))
+def test_the_planted_race_lowers_for_cuda(awaited: bool) -> None:
+    call = jax.jit(functools.partial(pass_on, awaited=awaited))
+    lowered = call.trace(jax.ShapeDtypeStruct((COLUMNS,), jnp.float32)).lower(lowering_platforms=("cuda",))
     assert "planted_race" in lowered.as_text()
 
 
-def test_the_planted_write_lowers_for_cuda(sanitize: Any) -> None:
-    buffer = jax.ShapeDtypeStruct((sanitize.ROWS, sanitize.COLUMNS), jnp.float32)
-    call = jax.jit(sanitize.write_row, donate_argnums=0)
+def test_the_planted_write_lowers_for_cuda() -> None:
+    buffer = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
+    call = jax.jit(write_row, donate_argnums=0)
     lowered = call.trace(buffer, jax.ShapeDtypeStruct((1,), jnp.int32)).lower(lowering_platforms=("cuda",))
     assert "planted_write" in lowered.as_text()
 
@@ -59,7 +43,7 @@ def test_the_planted_write_lowers_for_cuda(sanitize: Any) -> None:
         ("", None),
     ],
 )
-def test_what_a_tool_reported(sanitize: Any, output: str, expected: int | None) -> None:
+def test_what_a_tool_reported(output: str, expected: int | None) -> None:
     assert sanitize.reported(output) == expected
 
 
@@ -78,7 +62,7 @@ def test_what_a_tool_reported(sanitize: Any, output: str, expected: int | None) 
         (None, None, True, False),
     ],
 )
-def test_verdicts(sanitize: Any, reports: bool | None, reported: int | None, finished: bool, ok: bool) -> None:
+def test_verdicts(reports: bool | None, reported: int | None, finished: bool, ok: bool) -> None:
     run = sanitize.Run("memcheck", ("plant", "race"), reports, "")
     assert sanitize.Outcome(run, reported, finished, 0.0, Path()).ok == ok
 
@@ -94,9 +78,9 @@ def test_verdicts(sanitize: Any, reports: bool | None, reported: int | None, fin
         ),
     ],
 )
-def test_a_run_under_a_tool(sanitize: Any, tmp_path: Path, name: str, options: str, summary: str) -> None:
+def test_a_run_under_a_tool(tmp_path: Path, name: str, options: str, summary: str) -> None:
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f'#!/bin/sh\necho "$@"\necho "{sanitize.DONE}"\necho "========= {summary}"\n')
+    tool.write_text(f'#!/bin/sh\necho "$@"\necho "{sanitize_suite.DONE}"\necho "========= {summary}"\n')
     tool.chmod(0o755)
     run = sanitize.Run(name, ("plant", "far-write"), True, "")
     outcome = sanitize.execute(run, str(tool), tmp_path, 60, 50000)
@@ -110,14 +94,14 @@ def test_a_run_under_a_tool(sanitize: Any, tmp_path: Path, name: str, options: s
     assert outcome.seconds < 30
 
 
-def test_the_parts_of_the_suite_are_all_of_it(sanitize: Any) -> None:
-    suite = list(range(len(sanitize.SUITE | sanitize.TORCH_SUITE)))
+def test_the_parts_of_the_suite_are_all_of_it() -> None:
+    suite = list(range(len(sanitize_suite.SUITE | sanitize_suite.TORCH_SUITE)))
     for tool in ("memcheck", "racecheck"):
         runs = [run.arguments for run in sanitize.RUNS if run.tool == tool and run.arguments[0] == "run"]
         run = [number for _, _, part, _, parts in runs for number in suite[int(part) :: int(parts)]]
         assert sorted(run) == suite
 
 
-def test_the_suite_compares_what_it_runs(sanitize: Any) -> None:
+def test_the_suite_compares_what_it_runs() -> None:
     with pytest.raises(AssertionError, match=r"writes: 1\.000 of the bytes differ"):
-        sanitize.same(np.zeros(4, np.uint8), np.ones(4, np.uint8), "writes")
+        sanitize_suite.same(np.zeros(4, np.uint8), np.ones(4, np.uint8), "writes")

@@ -5,21 +5,17 @@ On a GPU all families are run, with CUDA graphs and without.
 
 import copy
 import functools
-import sys
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="the engine, of the extra jaxpaged[transformers]")
 
+from forced_logits import forced_logits, relative_error  # noqa: E402
+from transformers_decode import TOLERANCE, decode_rate  # noqa: E402
 from transformers_families import FAMILIES, generate, model_of, prompts  # noqa: E402
 
 from jaxpaged.integrations import transformers as integration  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from forced_logits import forced_logits, relative_error  # noqa: E402
-from transformers_decode import TOLERANCE, decode_rate  # noqa: E402
 
 EAGER = "paged|eager"
 

@@ -1,13 +1,8 @@
 """What the recorded runs of vLLM are judged by finds what is planted in them."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 from vllm_checks import Way, faults
 from vllm_environment import FAULT, NO_CONTEXT
 from vllm_models import NUM_PROMPTS
