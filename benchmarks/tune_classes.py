@@ -127,8 +127,8 @@ def _classes() -> tuple[TunedClass, ...]:
 
     eight = ShapeClass(cache_bits=(8, 8), head_size=(None, 128))
     float8 = {"cache": "float8_e4m3fn"}
-    add("1 or 2 requests", "decode", few((1, 2)), "decode 1x32768", "decode 2x32768", _decode(1, 4096))
-    add("3 to 8 requests", "decode", few((3, 8)), "decode 4x32768", _decode(8, 4096))
+    add("1 request", "decode", few((1, 1)), "decode 1x32768", _decode(1, 4096))
+    add("2 to 8 requests", "decode", few((2, 8)), "decode 2x32768", "decode 4x32768", _decode(8, 4096))
     add("9 to 32 requests", "decode", few((9, 32)), "decode 16x8192", _decode(32, 2048))
     many = ("decode 64x4096", "decode 64 lognormal", "decode 256x512")
     add("33 requests and more", "decode", few((33, None)), *many)
