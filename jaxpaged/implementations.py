@@ -1,13 +1,12 @@
 """The implementations of the public functions, and which of them a call gets."""
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
 
 from jaxpaged.metadata.manual_axes import manual_axes
+from jaxpaged.notices import warn_once
 
 # Not in a function: Pallas adds to what JAX's caches of traces are keyed by, and so what was traced first would be
 # compiled again.
@@ -41,7 +40,7 @@ def choose(implementation: str | None, arrays: Any, refusal: Callable[[], str | 
         reason = "in jax.shard_map Pallas' kernels need check_vma=False"
     if implementation is None:
         if reason is not None and _platform(device) in GPU_PLATFORMS:
-            _warn_once(reason)
+            warn_once(f"jaxpaged: {reason}; the slower reference is used", stacklevel=3)
         return "mosaic_gpu" if reason is None and refusal() is None else "reference"
     reason = reason or refusal()
     if reason is not None:
@@ -84,8 +83,3 @@ def _unsuitable(device: Any) -> str | None:
 
 def _platform(device: Any) -> str:
     return device if isinstance(device, str) else device.platform
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(f"jaxpaged: {reason}; the slower reference is used", stacklevel=4)

@@ -14,7 +14,7 @@ from jaxpaged.backends.padded_calls import Options
 from jaxpaged.bridge import direct
 from jaxpaged.bridge.decode_shapes import ScoreOptions
 from jaxpaged.bridge.head_values import by_column_once, compact
-from jaxpaged.bridge.launch import warn_once
+from jaxpaged.notices import warn_once
 
 State = tuple[torch.Tensor, torch.Tensor | None]
 

@@ -8,7 +8,6 @@ work is ordered by the stream, a CUDA graph captures it, and memory may be freed
 import ctypes
 import struct
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import itemgetter
@@ -260,16 +259,6 @@ def gpu(device: torch.device) -> Gpu:
         return packaged().gpu(None)
     properties = torch.cuda.get_device_properties(device)
     return packaged().gpu(properties.name, properties.multi_processor_count)
-
-
-_warned: set[str] = set()
-
-
-def warn_once(message: str) -> None:
-    """Say that another path serves, and why, once a message."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _picker(places: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:

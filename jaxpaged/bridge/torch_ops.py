@@ -34,7 +34,6 @@ from jaxpaged.bridge.dlpack_calls import (
     swap_by_dlpack,
     write_by_dlpack,
 )
-from jaxpaged.bridge.launch import warn_once
 from jaxpaged.bridge.mosaic_abi import unavailable
 from jaxpaged.bridge.op_arguments import Arguments
 from jaxpaged.bridge.plan_calls import plan_on_gpu
@@ -43,6 +42,7 @@ from jaxpaged.bridge.prefill_plan_calls import plan_prefill_on_gpu
 from jaxpaged.bridge.prefill_shapes import plan_numbers, prefill_shapes, prefill_workspace_bytes
 from jaxpaged.bridge.process import leave_memory_to_torch
 from jaxpaged.bridge.write_calls import write_on_gpu
+from jaxpaged.notices import warn_once
 
 _SCORES = "float scale, bool causal, int window_left, int window_right, float soft_cap"
 _SCALES = "Tensor? k_scale=None, Tensor? v_scale=None"

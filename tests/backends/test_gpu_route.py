@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpu_way import take_the_way_of_a_gpu
 
+from jaxpaged import notices
 from jaxpaged.backends import cache_functions, checks, gpu_kvcache, gpu_plan, kvcache, merge, varlen
 from jaxpaged.backends.functional import (
     flash_attn_varlen_func,
@@ -17,7 +18,7 @@ from jaxpaged.backends.functional import (
     reshape_and_cache,
     reshape_and_cache_flash,
 )
-from jaxpaged.bridge import head_values, launch
+from jaxpaged.bridge import head_values
 from jaxpaged.testing import doors
 from jaxpaged.testing.cases import QUANTIZED, named_cases
 from jaxpaged.testing.verify import compare
@@ -79,7 +80,7 @@ def test_what_the_kernels_do_not_take_jax_does(as_on_gpu: list[str], name: str) 
     assert doors.on_gpu_refuses(case) is not None
     if doors._torch_refuses(case) is not None:
         return
-    launch._warned.clear()
+    notices._given.clear()
     with pytest.warns(RuntimeWarning, match="JAX's functions serve instead"):
         result = compare(case, "varlen", doors.Door(doors._run_torch_varlen, doors._torch_refuses, doors._in_half, 1.5))
     assert result.ok, result

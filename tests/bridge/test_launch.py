@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
+from jaxpaged import notices
 from jaxpaged.bridge import alike, direct, launch, process, torch_ops, write_calls
 from jaxpaged.bridge.copy_calls import block_pairs, copy_on_gpu, swap_on_gpu
 from jaxpaged.bridge.decode_calls import by_column, by_query_head, decode_on_gpu
@@ -519,7 +520,7 @@ def test_a_child_of_a_fork_is_turned_away(recorder: Recorder) -> None:
 
 
 def test_where_kernels_can_not_be_launched_the_fallback_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_warned", set())
+    monkeypatch.setattr(notices, "_given", set())
     monkeypatch.setattr(torch_ops, "_fallbacks", dict(torch_ops._fallbacks))
     call = torch_ops._fallback("swap_blocks", "the library lacks MosaicGpuCompile")
     torch_ops.set_fallback("swap_blocks", lambda *arguments: arguments)
