@@ -161,8 +161,8 @@ def merge() -> None:
     assert difference <= 1e-2, f"merge: {difference}"
 
 
-def attend_from_torch(case: Case, door: str) -> None:
-    """A case by a function for PyTorch's tensors, launched on PyTorch's stream."""
+def attend_through(door: str, case: Case) -> None:
+    """A case by one of the suite's doors; those of PyTorch launch on its stream."""
     result = compare(case, door, DOORS[door])
     assert result.ok and result.skipped is None, result
 
@@ -201,8 +201,16 @@ CASES = [
     Case("head size 40, group 3", (5, 1, 40), (9, 33, 150), num_heads=6, head_size=40),
     Case("layout HN2D", (5, 1, 40), (9, 33, 150), layout="HN2D"),
     Case("window, sinks, ALiBi", (5, 1, 40), (9, 33, 150), options=tuple(OPTIONS.items())),
+    Case("decode, heads share tiles", (1, 1, 1), (50, 700, 130), num_heads=16, num_kv_heads=4, head_size=128),
+]
+WIDE: dict[str, Any] = {"num_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+EIGHT_BITS = [
+    Case("decode, float8", (1, 1, 1), (50, 700, 130), **WIDE, cache_dtype="float8_e4m3fn", scales="tensor"),
+    Case("decode, int8 by token and head", (1, 1, 1), (50, 700, 130), **WIDE, cache_dtype="int8", scales="token_head"),
+    Case("prefill, float8 by head", (37, 16), (150, 16), **WIDE, cache_dtype="float8_e4m3fn", scales="head"),
 ]
 SUITE: dict[str, Callable[[], None]] = {f"attention: {case.name}": functools.partial(attend, case) for case in CASES}
+SUITE |= {f"attention: {case.name}": functools.partial(attend_through, "kernels", case) for case in EIGHT_BITS}
 SUITE |= {
     "cache write: bfloat16": functools.partial(write, "bfloat16"),
     "cache write: int8 by token and head": functools.partial(write, "int8", "token_head"),
@@ -219,10 +227,12 @@ FROM_TORCH = {
     "mixed": "torch-planned-cuda",
     "bad blocks": "torch-varlen-cuda",
     "head size 40, group 3": "torch-varlen-cuda",
+    "decode, int8 by token and head": "torch-planned-cuda",
+    "prefill, float8 by head": "torch-varlen-cuda",
 }
 TORCH_SUITE: dict[str, Callable[[], None]] = {
-    f"PyTorch: {case.name}": functools.partial(attend_from_torch, case, FROM_TORCH[case.name])
-    for case in CASES
+    f"PyTorch: {case.name}": functools.partial(attend_through, FROM_TORCH[case.name], case)
+    for case in CASES + EIGHT_BITS
     if case.name in FROM_TORCH
 }
 TORCH_SUITE |= {
