@@ -49,7 +49,7 @@ def main(
     if show_cases:
         _list(cases)
         return
-    command = command_of("attention_gpu.py")
+    command = command_of()
     if load is not None:
         run = json.loads(load.read_text(encoding="utf-8"))
         report, command = from_json(run), run["command"]

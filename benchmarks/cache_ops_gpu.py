@@ -190,7 +190,7 @@ def markdown(headings: list[str], cells: list[list[str]], ceiling: float) -> str
         f"- Date: {datetime.date.today().isoformat()}",
         f"- GPU: {torch.cuda.get_device_name()}",
         f"- Versions: Python {sys.version.split()[0]}, jax {jax.__version__}, torch {torch.__version__}",
-        f"- Command: `{' '.join(command_of('cache_ops_gpu.py'))}`",
+        f"- Command: `{' '.join(command_of())}`",
         f"- In the same run a copy of 1 GiB: {ceiling:.2f} TB/s, read and written.",
         f"- bfloat16, {NUM_KV_HEADS} kv heads of {HEAD_SIZE}, block size {BLOCK_SIZE}, NHD, unless the case says "
         f"otherwise; merges have {NUM_HEADS} heads. Random slots and blocks.",

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from pages import grid
+from pages import command_of, grid
 from rich.console import Console
 from rich.table import Table
 
@@ -141,7 +140,7 @@ def report(title: str, rows: list[Row], *, packages: tuple[str, ...], notes: lis
         f"- Date: {datetime.date.today().isoformat()}",
         f"- Machine: {_processor()}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB",
         f"- Versions: Python {platform.python_version()}, {versions(*packages)}",
-        f"- Command: `python {' '.join(sys.argv)}`",
+        f"- Command: `{' '.join(command_of())}`",
         *(f"- {note}" for note in notes),
         "",
         *grid(headings, cells),

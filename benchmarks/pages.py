@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 
 def machine() -> dict[str, str]:
@@ -28,14 +29,14 @@ def machine() -> dict[str, str]:
     return names
 
 
-def command_of(program: str) -> list[str]:
+def command_of() -> list[str]:
     """How this program of `benchmarks` was called, without the places that files were asked for at."""
     arguments = list(sys.argv[1:])
     for option in ("--json", "--log", "--logs"):
         while option in arguments:
             place = arguments.index(option)
             del arguments[place : place + 2]
-    return ["python", f"benchmarks/{program}", *arguments]
+    return ["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments]
 
 
 def gpu_of(machine: Mapping[str, str]) -> str:

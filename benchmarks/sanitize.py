@@ -181,7 +181,7 @@ def document(outcomes: list[Outcome], sanitizer: str) -> str:
         f"- Date: {datetime.date.today().isoformat()}",
         f"- Machine: {_first_line('nvidia-smi', '--query-gpu=name,driver_version', '--format=csv,noheader')}",
         f"- Versions: jax {jax.__version__}, {_first_line(sanitizer, '--version', last=True)}",
-        f"- Command: `{' '.join(command_of('sanitize.py'))}`",
+        f"- Command: `{' '.join(command_of())}`",
         f"- The suite: {len(SUITE | TORCH_SUITE)} calls: {'; '.join(SUITE | TORCH_SUITE)}.",
         "- Whether memcheck sees a write near a buffer depends on what else lies there; guard bands show those",
         "  (`tests/pallas/test_bounds.py`).",

@@ -268,7 +268,7 @@ def main(
     console.print(table_of(rows))
     if write:
         RESULTS.mkdir(exist_ok=True)
-        command = " ".join(command_of("serving_gpu.py"))
+        command = " ".join(command_of())
         lines = [
             "# Decoding in JAX",
             "",

@@ -20,7 +20,7 @@ import torch
 import typer
 from forced_logits import forced_logits, relative_error
 from harness import versions
-from pages import grid
+from pages import command_of, grid
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -244,7 +244,7 @@ def _write(cells: Sequence[tuple[str, ...]], device: str, layers: int, block_siz
         f"{datetime.date.today().isoformat()}, {machine}, Python {platform.python_version()}, "
         f"{versions('jax', 'torch', 'transformers')}.",
         "",
-        f"    python {' '.join(sys.argv)}",
+        f"    {' '.join(command_of())}",
         "",
         f"A Llama of {layers} layers with random weights, bfloat16, block size {block_size}. Tokens per second from "
         "the last request's first token to the first request's last, the better of two runs. The error of logits is "

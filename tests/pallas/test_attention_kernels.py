@@ -78,6 +78,11 @@ def test_functions_that_hold_arrays(kernels, name):
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.02)
 
 
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_queries_of_any_size_with_eight_bit_caches(kernels, set_multiprocessors, dtype, head_size):
@@ -92,9 +97,7 @@ def test_queries_of_any_size_with_eight_bit_caches(kernels, set_multiprocessors,
     out = np.asarray(paged_attention(query, cache, batch, implementation="mosaic_gpu"), np.float64)
     q, k, v = (np.asarray(x).astype(np.float64) for x in (query, *rows))
     scores = np.einsum("bhd,bsd->bhs", q, k[:, :9, 0]) * 1e-6 * head_size**-0.5
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    np.testing.assert_allclose(out, np.einsum("bhs,bsd->bhd", weights, v[:, :9, 0]) * 0.5, atol=0.3, rtol=0.01)
+    np.testing.assert_allclose(out, np.einsum("bhs,bsd->bhd", softmax(scores), v[:, :9, 0]) * 0.5, atol=0.3, rtol=0.01)
 
 
 GROWTHS = np.array([0, 1e-2, 0.05, 0.2, 1, -1, -0.05, 3], np.float32)
@@ -118,9 +121,7 @@ def attend_to_growing_scores() -> tuple[np.ndarray, np.ndarray]:
     scores = np.einsum("thd,sd->ths", q, k.reshape(-1, head_size))
     seen = np.arange(seq_len) <= np.arange(seq_len - tokens, seq_len)[:, None]
     scores = np.where(seen[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return np.asarray(out).astype(np.float64), np.einsum("ths,sd->thd", weights, v.reshape(-1, head_size))
+    return np.asarray(out).astype(np.float64), np.einsum("ths,sd->thd", softmax(scores), v.reshape(-1, head_size))
 
 
 def test_peaks_that_grow_from_step_to_step(kernels, set_multiprocessors):
