@@ -1,5 +1,6 @@
 """Memory of a GPU shared between PyTorch and JAX: no copies, order kept both ways, caches donated where they lie."""
 
+import gc
 import re
 import subprocess
 import sys
@@ -126,13 +127,15 @@ def test_a_thousand_calls_leave_both_allocators_as_they_were() -> None:
     device = jax.local_devices(backend="gpu")[0]
 
     def used() -> Any:
+        gc.collect()  # what other tests have left
         torch.cuda.synchronize()
         ours = torch.cuda.memory_stats()
         theirs = device.memory_stats() or {}
         names = ("allocated_bytes.all.current", "reserved_bytes.all.current")
         return [ours[name] for name in names], theirs.get("bytes_in_use", 0) >> 20, len(imports._imports)
 
-    for _ in range(20):
+    # At first as many calls: how many are on their way at a time, and with them the most memory, differs.
+    for _ in range(1000):
         torch_call(attend_and_write, *arguments, donate=[0])
     before, pointers = used(), [x.data_ptr() for x in caches]
     for _ in range(1000):
