@@ -87,7 +87,7 @@ def _write(report: Report, command: list[str]) -> None:
     order = {case.name: i for i, case in enumerate(CASES)}
     whole.rows.sort(key=lambda row: order[row.case])
     sources = [
-        Source(report.machine.get("date", "unknown"), len(report.rows), run["command"])
+        Source(report, sum(of is report for of in whole.runs.values()), run["command"])
         for report, run in zip(reports, runs, strict=True)
     ]
     PAGE.write_text(markdown(render(whole), whole, sources), encoding="utf-8")

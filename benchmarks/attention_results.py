@@ -62,12 +62,22 @@ class Report:
 
     Attributes:
       ceilings: None before they are measured, False when that failed.
+      runs: of a report that several runs were joined to, the run of each case.
     """
 
     machine: dict[str, str] = dataclasses.field(default_factory=dict)
     ceilings: Ceilings | Literal[False] | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    runs: dict[str, "Report"] = dataclasses.field(default_factory=dict)
+
+    def run_of(self, case: str) -> "Report":
+        """What was measured together with a case."""
+        return self.runs.get(case, self)
+
+    def results_of(self, case: str) -> Mapping[str, Result]:
+        """Of a case; nothing where it was not measured."""
+        return next((row.results for row in self.rows if row.case == case), {})
 
 
 def as_json(report: Report, command: Sequence[str]) -> dict[str, Any]:
@@ -94,10 +104,17 @@ def from_json(data: Mapping[str, Any]) -> Report:
 
 
 def renewed(runs: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Runs as JSON, the new one first, the others without the cases that it measured, as long as some are left."""
-    measured = {row["case"] for row in new["rows"]}
-    older = [{**run, "rows": [row for row in run["rows"] if row["case"] not in measured]} for run in runs]
-    return [dict(new), *(run for run in older if run["rows"])]
+    """Runs as JSON, the new one first, of the others those with cases that no later one measured anew.
+
+    They keep all cases, since times are compared within a run.
+    """
+    kept, measured = [], set[str]()
+    for run in (new, *runs):
+        cases = {row["case"] for row in run["rows"]}
+        if cases - measured:
+            kept.append(dict(run))
+        measured |= cases
+    return kept
 
 
 def not_measured(case: str) -> str:
@@ -106,12 +123,12 @@ def not_measured(case: str) -> str:
 
 
 def joined(reports: Sequence[Report]) -> Report:
-    """The rows of several runs on one kind of machine, with the ceilings of the first.
+    """The rows of several runs on one kind of machine, the newest first, which counts where a case is in several.
 
     A peer may be missing in some of them.
 
     Raises:
-      ValueError: the machines or versions differ, or a case is in two of them.
+      ValueError: the machines or versions differ.
     """
     first = reports[0]
     for report in reports[1:]:
@@ -119,11 +136,11 @@ def joined(reports: Sequence[Report]) -> Report:
         different -= {k for k in different if "none" in (first.machine.get(k), report.machine.get(k))}
         if different - {"date"}:
             raise ValueError(f"reports: expected runs on one kind of machine, got other {', '.join(sorted(different))}")
-    rows = [row for report in reports for row in report.rows]
-    names = [row.case for row in rows]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"reports: expected each case once, got twice: {', '.join(twice)}")
-    measured = set(map(not_measured, names))
+    runs: dict[str, Report] = {}
+    rows = []
+    for report in reports:
+        rows += [row for row in report.rows if row.case not in runs]
+        runs |= {row.case: report for row in report.rows if row.case not in runs}
+    measured = set(map(not_measured, runs))
     notes = list(dict.fromkeys(note for report in reports for note in report.notes if note not in measured))
-    return Report(dict(first.machine), first.ceilings, rows, notes)
+    return Report(dict(first.machine), first.ceilings, rows, notes, runs)

@@ -16,7 +16,7 @@ from attention_cases import (
     memory_bound,
     operations,
 )
-from attention_results import OURS, Report, Result, Row
+from attention_results import OURS, Report, Result
 from pages import gpu_of, grid, versions_of
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -31,21 +31,23 @@ LAYER_LEGEND = (
 )
 
 
-def reached(target: Target, case: Case, rows: dict[str, Row], report: Report) -> bool | None:
+def reached(target: Target, case: Case, report: Report) -> bool | None:
     """Whether ours reaches a target; None where that was not measured."""
-    ours = rows[case.name].results[OURS]
+    run = report.run_of(case.name)
+    results = run.results_of(case.name)
+    ours = results[OURS]
     if ours.microseconds is None or "WRONG" in ours.reason:
         return None
     if target.against == READS:
-        if not report.ceilings:
+        if not run.ceilings:
             return None
-        return bytes_read(case) / ours.microseconds / 1e6 >= target.ratio * report.ceilings.read
+        return bytes_read(case) / ours.microseconds / 1e6 >= target.ratio * run.ceilings.read
     if target.against == PLAN:
         return None if ours.plan_microseconds is None else ours.plan_microseconds <= target.ratio
     if target.against in PEERS:
-        other = rows[case.name].results.get(target.against, Result())
-    else:
-        other = rows[target.against].results[OURS] if target.against in rows else Result()
+        other = results.get(target.against, Result())
+    else:  # of another run where this one has none
+        other = (run.results_of(target.against) or report.results_of(target.against)).get(OURS, Result())
     if other.microseconds is None or "WRONG" in other.reason:
         return None
     return other.microseconds / ours.microseconds >= target.ratio
@@ -73,17 +75,21 @@ class Rendered:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A run that cases of a table were measured in."""
+    """A run that cases of a table were measured in; `cases` says how many of them."""
 
-    date: str
+    report: Report
     cases: int
     command: Sequence[str]
+
+    def __str__(self) -> str:
+        date, ceilings = self.report.machine.get("date", "unknown"), self.report.ceilings
+        read = f", read ceiling {ceilings.read:.2f} TB/s" if ceilings else ""
+        return f"{date}, {self.cases} cases{read}: `{' '.join(self.command)}`"
 
 
 def render(report: Report) -> Rendered:
     """The table of a report, with the peers that were measured."""
     names = tuple(name for name in PEERS if any(name in row.results for row in report.rows))
-    rows = {row.case: row for row in report.rows}
     by_name = {case.name: case for case in CASES}
     cells, notes = [], list(report.notes)
     reasons: dict[str, list[str]] = {}
@@ -91,14 +97,14 @@ def render(report: Report) -> Rendered:
         case = by_name[row.case]
         ours = row.results[OURS]
         peers = [row.results.get(name, Result()) for name in names]
-        answers = [reached(target, case, rows, report) for target in case.targets]
+        answers = [reached(target, case, report) for target in case.targets]
         cells.append(
             [
                 case.name,
                 _time_text(ours),
                 _microseconds(ours.plan_microseconds),
                 _microseconds(ours.first_microseconds),
-                _rate(case, ours.microseconds, report),
+                _rate(case, ours.microseconds, report.run_of(case.name)),
                 "-" if ours.launches is None else str(ours.launches),
                 *(_peer_text(peer, ours) for peer in peers),
                 ", ".join(map(_short, case.targets)),
@@ -112,22 +118,29 @@ def render(report: Report) -> Rendered:
     for reason, where in reasons.items():
         few = ", ".join(where) if len(where) <= 4 else f"{', '.join(where[:3])} and {len(where) - 3} more"
         notes.append(f"{reason} [{few}]")
-    notes += _plan_notes(report, rows)
+    elsewhere = [
+        f"{row.case} is set against {target.against} of another run"
+        for row in report.rows
+        for target in by_name[row.case].targets
+        if target.against in by_name and not report.run_of(row.case).results_of(target.against)
+    ]
+    notes += elsewhere + _plan_notes(report)
     headings = ["case", "ours µs", "plan µs (once a step)", "first call µs", "rate", "kernels"]
     headings += [f"{SHORT.get(name, name)} µs" for name in names]
     return Rendered([*headings, "should reach", "reached", "error, FA3's"], cells, notes)
 
 
-def _plan_notes(report: Report, rows: dict[str, Row]) -> list[str]:
+def _plan_notes(report: Report) -> list[str]:
     """What planning costs in the cases that have a target for it, and what FA3's preparation takes of its time."""
     notes = []
     for case in CASES:
         target = next((target for target in case.targets if target.against == PLAN), None)
-        if target is not None and case.name in rows:
-            took = rows[case.name].results[OURS].plan_microseconds
-            answer = {True: "reached", False: "missed", None: "not measured"}[reached(target, case, rows, report)]
+        results = report.results_of(case.name)
+        if target is not None and results:
+            took = results[OURS].plan_microseconds
+            answer = {True: "reached", False: "missed", None: "not measured"}[reached(target, case, report)]
             notes.append(
-                f"Plan of {len(case.query_lens)} mixed requests with {case.num_tokens} new tokens: "
+                f"Plan of {case.name}: "
                 f"{_microseconds(took)} µs of the device and 0 of the host, which plans nothing: the plan is computed "
                 f"inside the jitted step (at most {target.ratio:.0f} µs wanted: {answer})"
             )
@@ -208,10 +221,11 @@ def markdown(rendered: Rendered, report: Report, sources: Sequence[Source]) -> s
     lines = [
         "# Attention on the GPU",
         "",
-        *(f"- {source.date}, {source.cases} cases: `{' '.join(source.command)}`" for source in sources),
+        *(f"- {source}" for source in sources),
         f"- GPU: {gpu_of(report.machine)}",
         f"- Versions: {versions_of(report.machine)}",
-        f"- In the first of these runs: {_ceilings_text(report)}. Percentages and targets are of the read ceiling; the "
+        f"- In the first of these runs: {_ceilings_text(report)}. Percentages and targets are of the read ceiling of "
+        "a case's own run; the "
         f"paged one is of the keys and values of {PAGED_READS.name}, each block and head by itself, through the table.",
         "- bfloat16, 32 query heads, 8 kv heads of 128, block size 16, causal, unless the case says otherwise; blocks "
         "in random order.",

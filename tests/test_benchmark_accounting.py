@@ -11,6 +11,7 @@ import layer_times as layers
 import numpy as np
 import pages
 import pytest
+from ceilings import Ceilings
 
 
 def brute_force(case):
@@ -144,16 +145,15 @@ def test_targets_are_of_the_layer_and_the_plan():
     ours = results.Result(microseconds=100.0, first_microseconds=350.0, plan_microseconds=250.0)
     flash = results.Result(microseconds=106.0, prepare_microseconds=3.0)
     rows = [results.Row(case.name, {"jaxpaged": ours, cases.FLASH: flash}, 1.0) for case in (decode, planned)]
-    report = results.Report(rows=rows)
-    by_name = {row.case: row for row in rows}
-    assert table.reached(cases.Target(1.05, cases.FLASH), decode, by_name, report)
-    assert not table.reached(cases.Target(1.07, cases.FLASH), decode, by_name, report)
-    assert table.reached(planned.targets[0], planned, by_name, report)
+    report = results.Report({"date": "2026-01-01"}, rows=rows)
+    assert table.reached(cases.Target(1.05, cases.FLASH), decode, report)
+    assert not table.reached(cases.Target(1.07, cases.FLASH), decode, report)
+    assert table.reached(planned.targets[0], planned, report)
     assert results.from_json(results.as_json(report, ["python"])).rows == rows
-    text = table.markdown(table.render(report), report, [table.Source("2026-01-01", 2, ["python", "x.py"])])
+    text = table.markdown(table.render(report), report, [table.Source(report, 2, ["python", "x.py"])])
     assert "- 2026-01-01, 2 cases: `python x.py`" in text
     assert "| decode 64x4096 | 100.0 | 250.0 | 350.0 |" in text
-    assert "Plan of 64 mixed requests with 8192 new tokens: 250.0 µs of the device and 0 of the host" in text
+    assert "Plan of mixed 64 requests, 8192 new: 250.0 µs of the device and 0 of the host" in text
 
 
 def test_runs_are_joined_if_they_are_of_one_machine():
@@ -168,8 +168,6 @@ def test_runs_are_joined_if_they_are_of_one_machine():
     assert results.joined([run("a", ejkernel="none"), run("b", ejkernel="1")]).machine == {"ejkernel": "none"}
     with pytest.raises(ValueError, match="other GPU"):
         results.joined([run("a", GPU="H200"), run("b", GPU="H100")])
-    with pytest.raises(ValueError, match="twice: a"):
-        results.joined([run("a"), run("a")])
 
 
 def test_cases_that_are_measured_anew_take_the_place_of_older_ones():
@@ -180,8 +178,33 @@ def test_cases_that_are_measured_anew_take_the_place_of_older_ones():
     runs = results.renewed([run("second", "a", "b"), run("first", "c")], run("newest", "b", "c"))
     assert [(x["command"], [row["case"] for row in x["rows"]]) for x in runs] == [
         (["newest"], ["b", "c"]),
-        (["second"], ["a"]),
+        (["second"], ["a", "b"]),
     ]
+    whole = results.joined([results.from_json(x) for x in runs])
+    times = {row.case: row.results["jaxpaged"].microseconds for row in whole.rows}
+    assert times == {"a": len("second"), "b": len("newest"), "c": len("newest")}
+
+
+def test_a_case_is_compared_with_its_own_run():
+    plain = cases.CASES[0]
+    (reads, _), narrow = plain.targets, next(case for case in cases.CASES if case.cache == "float8_e4m3fn")
+    (faster,) = narrow.targets
+
+    def run(read, **times):
+        rows = [results.Row(name, {"jaxpaged": results.Result(microseconds=t)}, 1.0) for name, t in times.items()]
+        return results.Report({"date": "1"}, Ceilings(read, 4.0, 800.0, "sum"), rows)
+
+    at_4 = cases.bytes_read(plain) / 4e6
+    older = run(4.0, **{plain.name: at_4, narrow.name: 1.05 * at_4 / faster.ratio})
+    newer = run(8.0, **{plain.name: 2 * at_4})
+    whole = results.joined([newer, older])
+    assert not table.reached(faster, narrow, whole)  # twice the time of the newer run would be enough
+    assert table.reached(reads, plain, older) and not table.reached(reads, plain, whole)
+    plainly, narrowly = table.render(whole).cells
+    assert "25.0%" in plainly[4] and "%" in narrowly[4]
+    assert not [note for note in table.render(whole).notes if "another run" in note]
+    apart = results.joined([newer, run(4.0, **{narrow.name: at_4})])
+    assert f"{narrow.name} is set against {plain.name} of another run" in table.render(apart).notes
 
 
 def test_a_page_tells_no_places_of_files(monkeypatch):
