@@ -130,8 +130,9 @@ def _classes() -> tuple[TunedClass, ...]:
     add("1 request", "decode", few((1, 1)), "decode 1x32768", _decode(1, 4096))
     add("2 to 8 requests", "decode", few((2, 8)), "decode 2x32768", "decode 4x32768", _decode(8, 4096))
     add("9 to 32 requests", "decode", few((9, 32)), "decode 16x8192", _decode(32, 2048))
-    many = ("decode 64x4096", "decode 64 lognormal", "decode 256x512")
-    add("33 requests and more", "decode", few((33, None)), *many)
+    add("33 to 64 requests", "decode", few((33, 64)), "decode 64x4096", "decode 64 lognormal", _decode(64, 512))
+    many = ("decode 128x1024", "decode 128x256", "decode 256x512")
+    add("65 requests and more", "decode", few((65, None)), *many)
     rows = dataclasses.replace(plain, rows=(9, 32))
     add("9 to 32 rows", "decode", rows, "decode 64x4096, 4 new", "decode 64x4096, 8 new")
     add(

@@ -48,7 +48,7 @@ def test_candidates_can_be_compiled_for():
 def found(cost, minutes=1.0):
     """What a search from the last rule finds where the time of tiles is `cost(tiles)`, or None where they are wrong."""
     gpu = dataclasses.replace(gpu_of(), decode=gpu_of().decode[-1:])
-    tuned = next(t for t in tune_classes.CLASSES if t.name == "decode: 33 requests and more")
+    tuned = next(t for t in tune_classes.CLASSES if t.name == "decode: 33 to 64 requests")
 
     def times(candidates):
         costs = {tiles: cost(tiles) for tiles in candidates}

@@ -43,3 +43,22 @@ def test_results_are_the_definitions(kernels: None, decoded: list[DecodeShape], 
     assert result.skipped is None
     assert result.ok, result
     assert {(shape.warpgroups, shape.stages) for shape in decoded} == {(warpgroups, 6)}
+
+
+SHARED = [
+    Case("parts of requests", (1, 1, 1), (600, 1, 300)),
+    Case("window", (1, 1), (300, 100), options=(("window", (49, 0)), ("sinks", None))),
+    Case("slopes and a cap", (1, 0, 1), (300, 0, 20), options=(("alibi", None), ("soft_cap", 3.0))),
+    Case("blocks out of range", (1, 1, 1), (100, 300, 90), bad_blocks=True),
+    Case("blocks of 8", (1, 1), (100, 33), block_size=8),
+]
+
+
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_heads_share_tiles_that_warpgroups_take_in_turn(kernels: None, decoded: list[DecodeShape], case: Case) -> None:
+    case = dataclasses.replace(case, num_heads=16, num_kv_heads=4, head_size=128, dtype="bfloat16")
+    with tuned_for(dataclasses.replace(FEW, decode=(Rule(ShapeClass(), DecodeTiles(64, 1, 6, 1, 3, 4)),))):
+        result = compare(case, "kernels", DOORS["kernels"])
+    assert result.skipped is None
+    assert result.ok, result
+    assert {(shape.warpgroups, shape.stages, shape.heads, shape.rows) for shape in decoded} == {(3, 3, 4, 16)}
