@@ -134,12 +134,13 @@ def test_a_thousand_calls_leave_both_allocators_as_they_were() -> None:
         names = ("allocated_bytes.all.current", "reserved_bytes.all.current")
         return [ours[name] for name in names], theirs.get("bytes_in_use", 0) >> 20, len(imports._imports)
 
-    # At first as many calls: how many are on their way at a time, and with them the most memory, differs.
-    for _ in range(1000):
-        torch_call(attend_and_write, *arguments, donate=[0])
+    def call_often() -> None:
+        for _ in range(1000):
+            torch_call(attend_and_write, *arguments, donate=[0])
+
+    call_often()  # at first as often: how many calls are on their way at a time, and so the most memory, differs
     before, pointers = used(), [x.data_ptr() for x in caches]
-    for _ in range(1000):
-        torch_call(attend_and_write, *arguments, donate=[0])
+    call_often()
     assert used() == before and [x.data_ptr() for x in caches] == pointers
 
 

@@ -12,7 +12,7 @@ from jaxpaged import KVCache, PagedBatch, paged_attention
 from jaxpaged.testing import oracle
 from jaxpaged.testing.cases import Case, Inputs, build
 from jaxpaged.testing.doors import DOORS
-from jaxpaged.testing.verify import compare
+from tests.pallas.agreement import check
 
 pytestmark = pytest.mark.gpu
 
@@ -37,9 +37,7 @@ EXTREMES = [
 @pytest.mark.parametrize("door", ["kernels", "kernels-jit"])
 @pytest.mark.parametrize("case", EXTREMES, ids=lambda case: case.name)
 def test_extreme_sizes(hopper: Any, case: Case, door: str) -> None:
-    result = compare(case, door, DOORS[door])
-    assert result.skipped is None
-    assert result.ok, result
+    check(case, door)
 
 
 def cache_of(inputs: Inputs) -> KVCache:

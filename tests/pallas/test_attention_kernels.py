@@ -14,6 +14,7 @@ from jaxpaged.pallas.prefill_state import Softmax
 from jaxpaged.testing.cases import Case, named_cases
 from jaxpaged.testing.doors import DOORS
 from jaxpaged.testing.verify import compare
+from tests.pallas.agreement import check
 
 CASES = {case.name: case for case in named_cases()}
 SMALL = [CASES[name] for name in ("decode", "speculative", "prefill", "mixed-many", "bad-blocks", "table-too-narrow")]
@@ -44,9 +45,7 @@ def test_suite_on_a_gpu(hopper, name, door):
 )
 def test_small_cases(kernels, set_multiprocessors, num_sms, case):
     set_multiprocessors(num_sms)
-    result = compare(case, "kernels", DOORS["kernels"])
-    assert result.skipped is None
-    assert result.ok, result
+    check(case)
 
 
 def test_batch_invariant(kernels, set_multiprocessors):

@@ -9,8 +9,7 @@ from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.mosaic import interpreter
 from jaxpaged.pallas.tuning import DecodeTiles, Rule, ShapeClass, gpu_of, tuned_for
 from jaxpaged.testing.cases import Case
-from jaxpaged.testing.doors import DOORS
-from jaxpaged.testing.verify import compare
+from tests.pallas.agreement import check
 
 FEW, FEWER = (dataclasses.replace(gpu_of(), num_sms=n) for n in (4, 2))
 """With few multiprocessors, CTAs have many tiles and parts of several requests; the fewer are for the interpreter."""
@@ -60,9 +59,7 @@ def test_results_are_the_definitions(kernels: None, decoded: list[DecodeShape], 
     case = dataclasses.replace(case, **{k: v for k, v in sizes.items() if k == "dtype" or case.num_heads != 24})
     gpu = FEW if interpreter() is None else FEWER
     with tuned_for(dataclasses.replace(gpu, decode=(Rule(ShapeClass(), DecodeTiles(64, 2, 6, 1, 1, heads)),))):
-        result = compare(case, "kernels", DOORS["kernels"])
-    assert result.skipped is None
-    assert result.ok, result
+        check(case)
     rows = case.num_heads // case.num_kv_heads * max(case.query_lens)
     expected = 1 if case.scales == "head" else min(heads, next(n for n in (8, 4, 2) if n * rows <= 16))
     assert {(shape.heads, shape.tile * shape.heads) for shape in decoded} == {(expected, 64)}

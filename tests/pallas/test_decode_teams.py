@@ -9,8 +9,7 @@ from jaxpaged.pallas.decode_shape import DecodeShape
 from jaxpaged.pallas.mosaic import interpreter
 from jaxpaged.pallas.tuning import DecodeTiles, Rule, ShapeClass, gpu_of, tuned_for
 from jaxpaged.testing.cases import Case
-from jaxpaged.testing.doors import DOORS
-from jaxpaged.testing.verify import compare
+from tests.pallas.agreement import check
 
 FEW = dataclasses.replace(gpu_of(), num_sms=2)
 """With few multiprocessors, CTAs have many tiles and parts of several requests."""
@@ -39,9 +38,7 @@ def test_results_are_the_definitions(kernels: None, decoded: list[DecodeShape], 
     case = dataclasses.replace(case, **{k: v for k, v in HALF.items() if k == "dtype" or case.num_kv_heads == 2})
     tiles = DecodeTiles(64, 1, 6, 1, warpgroups)
     with tuned_for(dataclasses.replace(FEW, decode=(Rule(ShapeClass(), tiles),))):
-        result = compare(case, "kernels", DOORS["kernels"])
-    assert result.skipped is None
-    assert result.ok, result
+        check(case)
     assert {(shape.warpgroups, shape.stages) for shape in decoded} == {(warpgroups, 6)}
 
 
@@ -58,7 +55,5 @@ SHARED = [
 def test_heads_share_tiles_that_warpgroups_take_in_turn(kernels: None, decoded: list[DecodeShape], case: Case) -> None:
     case = dataclasses.replace(case, num_heads=16, num_kv_heads=4, head_size=128, dtype="bfloat16")
     with tuned_for(dataclasses.replace(FEW, decode=(Rule(ShapeClass(), DecodeTiles(64, 1, 6, 1, 3, 4)),))):
-        result = compare(case, "kernels", DOORS["kernels"])
-    assert result.skipped is None
-    assert result.ok, result
+        check(case)
     assert {(shape.warpgroups, shape.stages, shape.heads, shape.rows) for shape in decoded} == {(3, 3, 4, 16)}

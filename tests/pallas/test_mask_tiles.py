@@ -20,6 +20,7 @@ from jaxpaged.reference.attention import AttentionOptions
 from jaxpaged.testing.cases import Case, build, tolerance
 from jaxpaged.testing.doors import DOORS
 from jaxpaged.testing.verify import compare, relative_error
+from tests.pallas.agreement import check
 
 INT32 = np.iinfo(np.int32)
 
@@ -77,9 +78,7 @@ def test_values(kernels, set_multiprocessors, shape, mask):
     number, case = SHAPES[shape]
     set_multiprocessors(number)
     case = dataclasses.replace(case, name=shape, options=(*options_of(mask), ("sinks", True)))
-    result = compare(case, "kernels", DOORS["kernels"])
-    assert result.skipped is None
-    assert result.ok, result
+    check(case)
 
 
 MORE = {
@@ -94,9 +93,7 @@ MORE = {
 @pytest.mark.parametrize("name", MORE)
 def test_with_other_options(kernels, set_multiprocessors, name):
     set_multiprocessors(2)
-    result = compare(dataclasses.replace(MORE[name], name=name), "kernels", DOORS["kernels"])
-    assert result.skipped is None
-    assert result.ok, result
+    check(dataclasses.replace(MORE[name], name=name))
 
 
 @pytest.mark.parametrize("garbage", ["not a number", "out of range"])

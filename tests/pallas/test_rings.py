@@ -6,8 +6,7 @@ import pytest
 
 from jaxpaged.pallas.tuning import DecodeTiles, Rule, ShapeClass, gpu_of, tuned_for
 from jaxpaged.testing.cases import Case
-from jaxpaged.testing.doors import DOORS
-from jaxpaged.testing.verify import compare
+from tests.pallas.agreement import check
 
 FEW = dataclasses.replace(gpu_of(), num_sms=2)
 """With few multiprocessors, CTAs have many tiles."""
@@ -35,9 +34,3 @@ def test_decode_of_large_tiles(kernels):
 def test_prefill(kernels):
     with tuned_for(FEW):
         check(Case("prefill", (140,), (700,), num_heads=2, num_kv_heads=1))
-
-
-def check(case):
-    result = compare(case, "kernels", DOORS["kernels"])
-    assert result.skipped is None
-    assert result.ok, result
