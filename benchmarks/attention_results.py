@@ -128,7 +128,7 @@ def joined(reports: Sequence[Report]) -> Report:
     A peer may be missing in some of them.
 
     Raises:
-      ValueError: the machines or versions differ.
+      ValueError: the machines or versions differ, or a run has a case twice.
     """
     first = reports[0]
     for report in reports[1:]:
@@ -139,8 +139,12 @@ def joined(reports: Sequence[Report]) -> Report:
     runs: dict[str, Report] = {}
     rows = []
     for report in reports:
+        names = [row.case for row in report.rows]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"reports: expected each case once in a run, got twice: {', '.join(twice)}")
         rows += [row for row in report.rows if row.case not in runs]
-        runs |= {row.case: report for row in report.rows if row.case not in runs}
+        runs = dict.fromkeys(names, report) | runs
     measured = set(map(not_measured, runs))
     notes = list(dict.fromkeys(note for report in reports for note in report.notes if note not in measured))
     return Report(dict(first.machine), first.ceilings, rows, notes, runs)

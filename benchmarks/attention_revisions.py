@@ -56,8 +56,11 @@ def revision_of(revision: str, target: Path) -> Path:
 
 
 def rename(package: Path, target: Path) -> None:
-    """Move a package and have it call itself by its new name, in whatever it says or registers."""
-    shutil.rmtree(package / "demo" / "weights", ignore_errors=True)  # most of its bytes, and no kernel's
+    """Move a package and have it call itself by its new name, in whatever it says or registers.
+
+    The demo's weights, most of its bytes and of no use to a kernel, stay behind.
+    """
+    shutil.rmtree(package / "demo" / "weights", ignore_errors=True)
     for path in package.rglob("*"):
         if path.is_file():
             path.write_bytes(re.sub(rb"\b%b\b" % PACKAGE.encode(), target.name.encode(), path.read_bytes()))

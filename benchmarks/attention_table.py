@@ -140,9 +140,8 @@ def _plan_notes(report: Report) -> list[str]:
             took = results[OURS].plan_microseconds
             answer = {True: "reached", False: "missed", None: "not measured"}[reached(target, case, report)]
             notes.append(
-                f"Plan of {case.name}: "
-                f"{_microseconds(took)} µs of the device and 0 of the host, which plans nothing: the plan is computed "
-                f"inside the jitted step (at most {target.ratio:.0f} µs wanted: {answer})"
+                f"Plan of {case.name}: {_microseconds(took)} µs of the device and 0 of the host, which plans nothing: "
+                f"the plan is computed inside the jitted step (at most {target.ratio:.0f} µs wanted: {answer})"
             )
     prepared = [row.results[FLASH].prepare_microseconds for row in report.rows if FLASH in row.results]
     times = [time for time in prepared if time is not None]
@@ -224,9 +223,9 @@ def markdown(rendered: Rendered, report: Report, sources: Sequence[Source]) -> s
         *(f"- {source}" for source in sources),
         f"- GPU: {gpu_of(report.machine)}",
         f"- Versions: {versions_of(report.machine)}",
-        f"- In the first of these runs: {_ceilings_text(report)}. Percentages and targets are of the read ceiling of "
-        "a case's own run; the "
-        f"paged one is of the keys and values of {PAGED_READS.name}, each block and head by itself, through the table.",
+        f"- In the first of these runs: {_ceilings_text(report)}. Percentages and targets are of the read ceiling of a "
+        f"case's own run; the paged one is of the keys and values of {PAGED_READS.name}, each block and head by "
+        "itself, through the table.",
         "- bfloat16, 32 query heads, 8 kv heads of 128, block size 16, causal, unless the case says otherwise; blocks "
         "in random order.",
         "- µs: time during which kernels of one call ran, by CUPTI; median of the rounds, the implementations in "

@@ -168,6 +168,10 @@ def test_runs_are_joined_if_they_are_of_one_machine():
     assert results.joined([run("a", ejkernel="none"), run("b", ejkernel="1")]).machine == {"ejkernel": "none"}
     with pytest.raises(ValueError, match="other GPU"):
         results.joined([run("a", GPU="H200"), run("b", GPU="H100")])
+    double = run("a")
+    double.rows *= 2
+    with pytest.raises(ValueError, match="twice: a"):
+        results.joined([run("b"), double])
 
 
 def test_cases_that_are_measured_anew_take_the_place_of_older_ones():
